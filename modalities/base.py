@@ -1,0 +1,257 @@
+"""The policy interface: trajectories of decisions, and the verbs that a trainer needs of any generative model.
+
+A generative model makes a sample through a sequence of decisions. A text decoder picks tokens, an audio model codec
+tokens, a diffusion head the next latent at each denoising transition. Each decision has a log-probability, so to a loss
+every modality is the same object: tensors of shape [B, T] (B trajectories, T decisions).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from modalities.randomness import SampleKey
+from modalities.samples import Prompt, Sample
+
+Need = Literal["log_prob", "entropy", "mean", "std", "prediction", "features"]
+LogProbUnit = Literal["token", "element_mean", "element_sum"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample to make: its prompt, the group that its advantage is computed in, and its random numbers."""
+
+    prompt: Prompt
+    group: int
+    key: SampleKey
+
+
+@dataclass
+class Segment:
+    """A run of decisions of one kind by one agent. B rows, T decisions; every [B, T] tensor is aligned.
+
+    `trained_mask` is the set of decisions that a loss may use, and a subset of `length_mask`.
+    """
+
+    agent: str
+    """Name of the policy that made it."""
+    group: Tensor  # [B] int64, ids of prompts
+    rollout_log_probs: Tensor  # [B, T] float32, in the sampler's own numerics
+    trained_mask: Tensor  # [B, T] bool: decisions that a loss may train
+    length_mask: Tensor  # [B, T] bool: decisions that exist (padding and cut-off steps do not)
+    context_mask: Tensor  # [B, T] bool: entries given to the model, not chosen by it (tool output)
+    log_prob_unit: LogProbUnit
+    version: int
+    """Version of the weights that made it."""
+    ended: list[str]  # [B] "eos", "length", "complete", ...
+    keys: list[SampleKey]  # [B]
+    parent: Tensor | None = None  # [B] int64: the row of the previous segment that each row continues
+    kind: str = "segment"
+
+    @property
+    def num_rows(self) -> int:
+        return self.rollout_log_probs.shape[0]
+
+    @property
+    def num_steps(self) -> int:
+        return self.rollout_log_probs.shape[1]
+
+
+@dataclass
+class TokenSegment(Segment):
+    """Token decisions. The prompts are stored once and left-padded; row b continues prompt `prompt_index[b]`.
+
+    Several codebooks are T = frames x K decisions in frame-major order with the delay pattern in the masks.
+    """
+
+    tokens: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))  # [B, T] int64
+    prompt_tokens: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))  # [P, L] int64
+    prompt_mask: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.bool))  # [P, L] bool
+    prompt_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [B] int64
+    temperature: float = 1.0
+    near_ties: int = 0
+    """Draws whose uniform number lay within rounding of an edge of the cumulative distribution."""
+    kind: str = "tokens"
+
+
+@dataclass
+class DenoisingSegment(Segment):
+    """Denoising decisions: decision t moves the latent from sigma (or timestep) t to t + 1 of its own table.
+
+    `states[i]` is the latent before transition i (`states[num_steps]` is the final one), float32 whatever the model's
+    dtype, already rounded to the storage dtype before it was scored. Only states next to a trained transition are kept,
+    and the final one in `final_latents`.
+    """
+
+    sampler: str = ""
+    """Name and parameters of the transition kernel live with the policy; the name is kept for the record."""
+    states: dict[int, Tensor] = field(default_factory=dict)  # index -> [B, ...] float32
+    final_latents: Tensor = field(default_factory=lambda: torch.empty(0))  # [B, ...] float32
+    times: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [B, T + 1] float32: sigma, or timestep of a UNet
+    std: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [B, T] float32: noise std, 0 = deterministic
+    guidance_scale: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [B, T] float32; 1 = no guidance
+    conditions: dict[str, Tensor] = field(default_factory=dict)  # name -> [P, ...]: embeddings, once per prompt
+    condition_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [B]
+    negative_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [B]
+    kind: str = "denoising"
+
+
+@dataclass
+class Trajectory:
+    """Segments in the order in which they were made, and the requests of the first segment's rows."""
+
+    segments: list[Segment]
+    requests: list[Request]
+
+    def roots(self, segment: int) -> Tensor:
+        """[B_s] int64: for each row of `segments[segment]` the row of the first segment that it descends from."""
+        rows = torch.arange(self.segments[segment].num_rows)
+        for index in range(segment, 0, -1):
+            parent = self.segments[index].parent
+            if parent is not None:
+                rows = parent[rows]
+        return rows
+
+    def leaf_prompts(self) -> list[Prompt]:
+        """The prompt of each row of the last segment: what a reward is given with each decoded sample."""
+        return [self.requests[row].prompt for row in self.roots(len(self.segments) - 1).tolist()]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One micro-batch of decisions: some rows and some consecutive steps of one segment."""
+
+    segment: int
+    rows: Tensor  # [b] int64
+    steps: slice
+
+    def take(self, values: Tensor) -> Tensor:
+        """The cut's part [b, t] of a tensor [B, T] aligned with its segment."""
+        return values[self.rows, self.steps]
+
+
+@dataclass
+class Replay:
+    """What `Policy.replay` computed for a cut; only what was asked for in `needs` is set."""
+
+    log_prob: Tensor | None = None  # [b, t] float32
+    entropy: Tensor | None = None  # [b, t] float32, nats
+    mean: Tensor | None = None  # [b, t, ...] float32: mean of each transition
+    std: Tensor | None = None  # [b, t] float32: the transition's own noise std
+    prediction: Tensor | None = None  # [b, t, ...] float32: the model's output (velocity, epsilon ...), guided
+    features: Tensor | None = None  # [b, t, D]: what a value head reads
+
+    def of(self, need: Need) -> Tensor:
+        """The tensor `need`; an error if it was not asked for or the policy cannot give it."""
+        value = getattr(self, need)
+        if value is None:
+            raise ValueError(f"replay was not asked for {need!r}, or this policy does not offer it.")
+        return value
+
+
+class Policy(ABC):
+    """A generative model as a reinforcement learner sees it.
+
+    The methods never move a loss or a reward: they sample, score, decode and hold weights. Dropout is off in all of
+    them. `name` is the agent's name in trajectories.
+    """
+
+    name: str
+    sample_kind: Literal["text", "image", "video", "audio"]
+    offers: frozenset[Need]
+    """What `replay` can give."""
+    device: torch.device
+    sampling: Any
+    """The settings that `rollout` samples with unless it is given others."""
+
+    @abstractmethod
+    def rollout(self, requests: Sequence[Request], sampling: Any = None) -> Trajectory:
+        """Samples without gradient, one row per request, and records what replay needs.
+
+        Requests with the same prompt share the work on it. `sampling` replaces the policy's own settings (evaluation).
+        """
+
+    @abstractmethod
+    def replay(self, trajectory: Trajectory, cut: Cut, needs: frozenset[Need]) -> Replay:
+        """Scores the recorded decisions of `cut` again under the current weights; differentiable under grad mode."""
+
+    @abstractmethod
+    def encode(self, prompts: Sequence[Prompt], samples: Sequence[Sample], keys: Sequence[SampleKey]) -> Trajectory:
+        """Given samples as a trajectory, as if the policy had made them (supervised and preference objectives)."""
+
+    @abstractmethod
+    def decode(self, trajectory: Trajectory, differentiable: bool = False) -> list[Sample]:
+        """One sample per row of the last segment. `differentiable` keeps the gradient from pixels to latents."""
+
+    @abstractmethod
+    def using(self, weights: str) -> AbstractContextManager[None]:
+        """Within the context the policy computes with a named weight set: "current", "reference", "old" or "ema".
+
+        Raises KeyError if that set was never made (`keep`).
+        """
+
+    @abstractmethod
+    def keep(self, weights: str) -> None:
+        """Makes or refreshes the weight set `weights` from the current weights.
+
+        "reference" of an adapter that was never trained costs nothing: it is the model with the adapter off.
+        """
+
+    @abstractmethod
+    def trainable_modules(self) -> dict[str, nn.Module]:
+        """The modules that one optimizer step trains together; what is trainable in them has requires_grad."""
+
+    @abstractmethod
+    def plan(self, trajectory: Trajectory, roots: Tensor, budget: int) -> list[Cut]:
+        """Cuts the rows that descend from the first segment's rows `roots` into micro-batches.
+
+        `budget` is the number of rows that one micro-batch may hold. Every trained decision lies in exactly one cut.
+        """
+
+    @abstractmethod
+    def export(self, folder: Path) -> None:
+        """Writes a folder that plain `from_pretrained` loads (adapters merged; the adapter itself beside it)."""
+
+    @abstractmethod
+    def weight_state(self) -> dict[str, Tensor]:
+        """Everything of this policy that training changes: trainable weights and every kept weight set."""
+
+    @abstractmethod
+    def load_weight_state(self, state: dict[str, Tensor]) -> None:
+        """Restores `weight_state`; an error that names missing and unexpected keys."""
+
+    @abstractmethod
+    def set_version(self, version: int) -> None:
+        """States the version of the current weights; it is written into the segments of later rollouts."""
+
+
+class SamplerBackend(Protocol):
+    """Where samples come from, apart from the policy: in this process, or an inference engine elsewhere."""
+
+    repeatable: bool
+    """Whether the same request and weights give the same sample again."""
+
+    def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes named tensors; later samples come from this version."""
+        ...
+
+    def sample(self, requests: Sequence[Request], sampling: Any) -> Segment:
+        """One row per request with the behaviour policy's log-probs."""
+        ...
+
+
+def select_request_rows(trajectory: Trajectory, rows: Sequence[int]) -> list[Request]:
+    """The requests of the given rows of the first segment."""
+    return [trajectory.requests[row] for row in rows]
+
+
+def with_parent(segment: Segment, parent: Tensor) -> Segment:
+    """The segment as a continuation: row b continues row `parent[b]` of the segment before it."""
+    return replace(segment, parent=parent)

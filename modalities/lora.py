@@ -1,0 +1,125 @@
+"""Low-rank adapters on any module, through peft: attach, switch off, merge into plain weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from pydantic import Field
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from modalities.errors import UserError
+from modalities.settings import Settings
+
+ADAPTER = "default"
+
+
+class LoraSettings(Settings):
+    """A low-rank adapter (Hu et al. 2021): W + (alpha / rank) B A, B starts at zero. Its dropout is 0, always."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the update."""
+    alpha: float | None = Field(default=None, gt=0)
+    """Scale of the update, divided by the rank; None takes the rank itself, a factor of 1."""
+    targets: list[str] | None = None
+    """Names (or endings of names) of the linear layers to adapt; None takes the policy family's attention and
+    feed-forward projections."""
+
+
+def attach_lora(module: nn.Module, settings: LoraSettings, default_targets: Sequence[str], seed: int) -> None:
+    """Freezes `module` and adds a float32 adapter to it in place, initialised from `seed` alone.
+
+    Raises UserError if a target names no layer.
+    """
+    targets = list(settings.targets or default_targets)
+    names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+    for target in targets:
+        if not any(name == target or name.endswith("." + target) for name in names):
+            endings = sorted({name.rsplit(".", 1)[-1] for name in names})
+            if settings.targets is not None:
+                raise UserError(f"lora.targets: {target!r} names no layer of the model; its layers end in {endings}.")
+    matching = [t for t in targets if any(name == t or name.endswith("." + t) for name in names)]
+    if not matching:
+        raise UserError(f"lora.targets: none of the default targets {targets} is in the model; name them yourself.")
+    module.requires_grad_(False)
+    config = LoraConfig(
+        r=settings.rank, lora_alpha=settings.alpha or settings.rank, target_modules=matching, lora_dropout=0.0
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, module, adapter_name=ADAPTER)
+    for name, parameter in module.named_parameters():
+        is_adapter = "lora_" in name
+        parameter.requires_grad_(is_adapter)
+        if is_adapter:
+            parameter.data = parameter.data.float()
+
+
+def lora_layers(module: nn.Module) -> list[LoraLayer]:
+    """The adapted layers of `module`, in order."""
+    return [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
+
+
+def is_untrained(module: nn.Module) -> bool:
+    """Whether the module has an adapter whose update is still exactly zero (every B is zero)."""
+    layers = lora_layers(module)
+    return bool(layers) and all(not layer.lora_B[ADAPTER].weight.detach().any() for layer in layers)
+
+
+@contextmanager
+def adapter_off(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Within the context the modules compute without their adapters."""
+    layers = [layer for module in modules for layer in lora_layers(module)]
+    # The flag and not `enable_adapters`, which also flips requires_grad and so would stop training for good.
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, flag in zip(layers, before, strict=True):
+            layer._disable_adapters = flag
+
+
+def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the plain architecture with the adapter's update added to its weights.
+
+    The sum is made in float32. A base in a half precision rounds it: small updates are lost, and a warning says so.
+    """
+    adapted = {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+    state: dict[str, Tensor] = {}
+    lossy = False
+    for key, value in module.state_dict().items():
+        if ".lora_" in key:
+            continue
+        owner, _, leaf = key.rpartition(".base_layer.")
+        layer = adapted.get(owner)
+        if layer is None:
+            state[key] = value.detach().clone()
+            continue
+        if leaf == "weight":
+            delta = layer.get_delta_weight(ADAPTER).float()
+            lossy |= value.dtype in (torch.bfloat16, torch.float16)
+            value = (value.float() + delta).to(value.dtype)
+        state[f"{owner}.{leaf}"] = value.detach().clone()
+    if lossy:
+        warnings.warn(
+            "merging the adapter into half-precision weights rounds away small updates; the adapter beside the export "
+            "keeps them exactly.",
+            stacklevel=2,
+        )
+    return state
+
+
+def save_adapter(module: nn.Module, folder: Path) -> None:
+    """Writes `adapter_model.safetensors` and `adapter_config.json` in peft's own format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {key: value.detach().cpu().contiguous() for key, value in get_peft_model_state_dict(module).items()}
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    module.peft_config[ADAPTER].save_pretrained(folder)  # type: ignore[operator,index,union-attr]

@@ -1,0 +1,44 @@
+"""Random numbers that belong to a sample: a pure function of what the sample is, never of where it is computed."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class SampleKey:
+    """Names one sample's stream of random numbers.
+
+    Two samples share numbers only if every field is equal, so samples do not depend on ranks, on batch composition or
+    on micro-batches, and a resumed run draws the same numbers again.
+    """
+
+    run_seed: int
+    stage: int
+    iteration: int
+    prompt: int
+    """The prompt's global index in its data source."""
+    sample: int
+    """The sample's index within its group."""
+    resampling_round: int = 0
+    segment: int = 0
+
+    def at_segment(self, segment: int) -> SampleKey:
+        """The same sample's key for another segment of its trajectory."""
+        return replace(self, segment=segment)
+
+    def generator(self) -> torch.Generator:
+        """A CPU generator whose seed is a 63-bit hash of all fields."""
+        return seeded_generator(
+            self.run_seed, self.stage, self.iteration, self.prompt, self.sample, self.resampling_round, self.segment
+        )
+
+
+def seeded_generator(*fields: int) -> torch.Generator:
+    """A CPU generator seeded by a 63-bit BLAKE2b hash of the integer `fields`, in order."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(fields)}q", *fields), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

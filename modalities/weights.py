@@ -1,0 +1,125 @@
+"""Named weight sets of a policy: the current weights, a reference, an old policy, an exponential moving average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from modalities.lora import adapter_off, is_untrained
+
+CURRENT = "current"
+_ADAPTER_OFF = "adapter_off"
+
+
+class WeightSets:
+    """Copies of the trainable parameters of some modules under names, swapped in on request.
+
+    Only trainable parameters are copied, shard by shard, so an adapter's sets are small and a sharded module's sets are
+    sharded. The reference of an adapter that was never trained is no copy at all: it is the adapter switched off.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.modules = dict(modules)
+        self._sets: dict[str, dict[str, Tensor]] = {}
+        self._switched_off: set[str] = set()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by `module.parameter` name."""
+        return {
+            f"{module_name}.{name}": parameter
+            for module_name, module in self.modules.items()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def names(self) -> list[str]:
+        """The sets that exist, "current" first."""
+        return [CURRENT, *sorted(self._switched_off | set(self._sets))]
+
+    def keep(self, name: str) -> None:
+        """Makes or refreshes the set `name` from the current weights."""
+        if name == CURRENT:
+            raise ValueError("the current weights are kept by being there.")
+        self._sets.pop(name, None)
+        self._switched_off.discard(name)
+        if name == "reference" and all(is_untrained(module) for module in self.modules.values()):
+            self._switched_off.add(name)
+        else:
+            self._sets[name] = {key: value.detach().clone() for key, value in self.parameters().items()}
+
+    def drop(self, name: str) -> None:
+        """Forgets a set; nothing happens if it does not exist."""
+        self._sets.pop(name, None)
+        self._switched_off.discard(name)
+
+    @torch.no_grad()
+    def average(self, name: str, decay: float) -> None:
+        """name <- decay * name + (1 - decay) * current; makes the set from the current weights if it is new."""
+        if name not in self._sets:
+            self.keep(name)
+            return
+        for key, parameter in self.parameters().items():
+            self._sets[name][key].lerp_(parameter.detach(), 1 - decay)
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Within the context the modules compute with the set `name`; nothing is copied.
+
+        Raises KeyError if the set was never kept.
+        """
+        if name == CURRENT:
+            yield
+        elif name in self._switched_off:
+            with adapter_off(list(self.modules.values())):
+                yield
+        elif name in self._sets:
+            parameters = self.parameters()
+            live = {key: parameter.data for key, parameter in parameters.items()}
+            try:
+                for key, parameter in parameters.items():
+                    parameter.data = self._sets[name][key]
+                yield
+            finally:
+                for key, parameter in parameters.items():
+                    parameter.data = live[key]
+        else:
+            raise KeyError(f"no weight set {name!r} was kept; there are {self.names()}.")
+
+    def state(self) -> dict[str, Tensor]:
+        """The current trainable weights and every kept set, as `set/module.parameter`."""
+        state = {f"{CURRENT}/{key}": parameter.detach() for key, parameter in self.parameters().items()}
+        for name, tensors in self._sets.items():
+            state |= {f"{name}/{key}": value for key, value in tensors.items()}
+        for name in self._switched_off:
+            state[f"{name}/{_ADAPTER_OFF}"] = torch.ones(())
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores `state`; raises ValueError that names missing and unexpected keys."""
+        parameters = self.parameters()
+        sets: dict[str, dict[str, Tensor]] = {}
+        switched_off = set()
+        for full_key, value in state.items():
+            name, _, key = full_key.partition("/")
+            if key == _ADAPTER_OFF:
+                switched_off.add(name)
+            else:
+                sets.setdefault(name, {})[key] = value
+        for name, tensors in {CURRENT: {}, **sets}.items():
+            missing, unexpected = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
+            if missing or unexpected:
+                raise ValueError(
+                    f"weight set {name!r} does not fit the model: missing {sorted(missing)[:5]}, "
+                    f"unexpected {sorted(unexpected)[:5]}."
+                )
+        for key, value in sets.pop(CURRENT).items():
+            parameters[key].copy_(value)
+        self._sets = {
+            name: {key: value.to(parameters[key]).clone() for key, value in tensors.items()}
+            for name, tensors in sets.items()
+        }
+        self._switched_off = switched_off
