@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample
+from modalities.weights import WeightSets
 
 Need = Literal["log_prob", "entropy", "mean", "std", "prediction", "features"]
 LogProbUnit = Literal["token", "element_mean", "element_sum"]
@@ -167,7 +168,13 @@ class Policy(ABC):
     sample_kind: Literal["text", "image", "video", "audio"]
     offers: frozenset[Need]
     """What `replay` can give."""
+    feature_size: int
+    """D of `Replay.features`: the width that a value head reads; 0 if features are not offered."""
     device: torch.device
+    weight_sets: WeightSets
+    """Named weight sets over the trainable modules: reference, moving average, old policy."""
+    version: int = 0
+    """Optimizer steps that the current weights have seen."""
     sampling: Any
     """The settings that `rollout` samples with unless it is given others."""
 
@@ -190,19 +197,19 @@ class Policy(ABC):
     def decode(self, trajectory: Trajectory, differentiable: bool = False) -> list[Sample]:
         """One sample per row of the last segment. `differentiable` keeps the gradient from pixels to latents."""
 
-    @abstractmethod
     def using(self, weights: str) -> AbstractContextManager[None]:
         """Within the context the policy computes with a named weight set: "current", "reference", "old" or "ema".
 
         Raises KeyError if that set was never made (`keep`).
         """
+        return self.weight_sets.using(weights)
 
-    @abstractmethod
     def keep(self, weights: str) -> None:
         """Makes or refreshes the weight set `weights` from the current weights.
 
         "reference" of an adapter that was never trained costs nothing: it is the model with the adapter off.
         """
+        self.weight_sets.keep(weights)
 
     @abstractmethod
     def trainable_modules(self) -> dict[str, nn.Module]:
@@ -219,17 +226,17 @@ class Policy(ABC):
     def export(self, folder: Path) -> None:
         """Writes a folder that plain `from_pretrained` loads (adapters merged; the adapter itself beside it)."""
 
-    @abstractmethod
     def weight_state(self) -> dict[str, Tensor]:
         """Everything of this policy that training changes: trainable weights and every kept weight set."""
+        return self.weight_sets.state()
 
-    @abstractmethod
     def load_weight_state(self, state: dict[str, Tensor]) -> None:
         """Restores `weight_state`; an error that names missing and unexpected keys."""
+        self.weight_sets.load_state(state)
 
-    @abstractmethod
     def set_version(self, version: int) -> None:
         """States the version of the current weights; it is written into the segments of later rollouts."""
+        self.version = version
 
 
 class SamplerBackend(Protocol):

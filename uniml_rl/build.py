@@ -1,0 +1,226 @@
+"""YAML to objects: the schema of a run and the registries. The only file that knows every family by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+
+from modalities.critic import CriticSettings
+from modalities.errors import did_you_mean
+from modalities.settings import Settings
+from uniml_rl.algorithms.presets import resolve_algorithm
+from uniml_rl.algorithms.settings import AlgorithmSettings
+from uniml_rl.config import typed_block
+from uniml_rl.engines.base import OptimizerSettings
+
+POLICIES = {
+    "text": "modalities.text:TextPolicyConfig",
+    "image": "modalities.image:ImagePolicyConfig",
+    "video": "modalities.video:VideoPolicyConfig",
+    "audio": "modalities.audio:AudioPolicyConfig",
+    "chain": "modalities.chain:ChainPolicyConfig",
+}
+PROMPTS = {
+    "file": "uniml_rl.data.prompts:FilePromptsConfig",
+    "reasoning_gym": "uniml_rl.data.prompts:ReasoningGymPromptsConfig",
+}
+REWARDS: dict[str, str] = {}
+ENGINES = {"torch": "uniml_rl.engines.torch_engine:TorchEngineConfig"}
+
+PolicyBlock = Annotated[Any, typed_block(POLICIES, "policy")]
+PromptsBlock = Annotated[Any, typed_block(PROMPTS, "prompt source")]
+RewardBlock = Annotated[Any, typed_block(REWARDS, "reward")]
+EngineBlock = Annotated[Any, typed_block(ENGINES, "engine")]
+AlgorithmBlock = Annotated[AlgorithmSettings, BeforeValidator(resolve_algorithm)]
+
+
+class RewardThreshold(Settings):
+    """Ends a stage when its reward is high enough for long enough."""
+
+    threshold: float
+    """Mean total reward of an iteration's rollout that counts as reached."""
+    patience: int = Field(default=1, ge=1)
+    """Iterations in a row that must reach it."""
+
+
+class Plateau(Settings):
+    """Ends a stage when its reward no longer rises."""
+
+    window: int = Field(default=10, ge=1)
+    """Compares the mean total reward of the last `window` iterations with that of the `window` before."""
+    minimum_gain: float = 0.0
+    """The stage ends when the later mean is not larger by more than this."""
+
+
+class UntilSettings(Settings):
+    """When a stage ends: as soon as any of the given conditions holds."""
+
+    iterations: int | None = Field(default=None, ge=0)
+    """Number of iterations (one rollout and its updates)."""
+    reward: RewardThreshold | None = None
+    """A reward threshold with patience."""
+    plateau: Plateau | None = None
+    """A plateau of the reward."""
+
+    @model_validator(mode="after")
+    def _at_least_one(self) -> UntilSettings:
+        if self.iterations is None and self.reward is None and self.plateau is None:
+            raise ValueError("a stage without an end: give `iterations`, `reward` or `plateau`")
+        return self
+
+
+class EvaluationSettings(Settings):
+    """Held-out prompts, sampled with fixed seeds: before the stage, every N iterations, and after it."""
+
+    prompts: PromptsBlock
+    """Held-out prompts."""
+    count: int = Field(default=64, ge=1)
+    """How many of them, from the first on."""
+    samples_per_prompt: int = Field(default=4, ge=1)
+    """Samples of each prompt."""
+    every: int | None = Field(default=None, ge=1)
+    """Iterations between evaluations within the stage; None evaluates only before and after it."""
+    sampling: dict[str, Any] = {}
+    """Keys of the policy's `sampling` block that evaluation replaces (a deterministic sampler, more steps ...)."""
+    rewards: dict[str, RewardBlock] = {}
+    """Rewards that are measured here and never trained on: held-out judges."""
+    seed: int = 1234
+    """Seed of the evaluation's samples, the same at every evaluation."""
+
+
+class CriticStageSettings(CriticSettings):
+    """The critic of an algorithm that needs values."""
+
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-3)
+    """The critic's own optimizer."""
+
+
+class EmaSettings(Settings):
+    """An exponential moving average of the trainable weights, evaluated beside them."""
+
+    decay: float = Field(default=0.99, ge=0, lt=1)
+    """Share of the old average that is kept per iteration."""
+
+
+class RehearsalSettings(Settings):
+    """A share of an earlier stage's prompts, scored by that stage's rewards, against forgetting."""
+
+    stage: str
+    """Name of the earlier stage; it must train the same policy."""
+    share: float = Field(gt=0, lt=1)
+    """Share of each iteration's prompts."""
+
+
+class StageConfig(Settings):
+    """One stage of the curriculum."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the stage, in file names and logs."""
+    policy: str
+    """Name of the policy, from `policies`, that this stage trains."""
+    prompts: PromptsBlock
+    """Training prompts."""
+    prompts_per_iteration: int = Field(ge=1)
+    """Prompts of one rollout, over all ranks."""
+    group_size: int = Field(ge=1)
+    """Samples per prompt."""
+    rewards: dict[str, RewardBlock] = Field(min_length=1)
+    """Rewards by name; the total is their weighted sum."""
+    reward_control: Literal["none", "shuffle"] = "none"
+    """`shuffle` permutes the total rewards among an iteration's samples: a control that must not learn."""
+    algorithm: AlgorithmBlock
+    """Name of an algorithm and overrides of its parts."""
+    optimizer: OptimizerSettings
+    """The policy's optimizer."""
+    critic: CriticStageSettings | None = None
+    """The critic; needed by algorithms with a value part, refused by others."""
+    micro_batch: int = Field(default=8, ge=1)
+    """Rows of one forward and backward pass. It changes memory and speed, not the gradient."""
+    until: UntilSettings
+    """When the stage ends."""
+    evaluation: EvaluationSettings | None = None
+    """Held-out evaluation."""
+    ema: EmaSettings | None = None
+    """Moving average of the weights."""
+    rehearsal: list[RehearsalSettings] = []
+    """Earlier stages to rehearse."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> StageConfig:
+        self.algorithm.check(self.group_size)
+        if (self.algorithm.value is None) != (self.critic is None):
+            problem = "needs a `critic` block" if self.critic is None else "has no use for the `critic` block; remove it"
+            raise ValueError(f"algorithm {self.algorithm.name!r} {problem}")
+        return self
+
+
+class CheckpointSettings(Settings):
+    """When checkpoints are written and how many are kept."""
+
+    every: int = Field(default=5, ge=1)
+    """Iterations between checkpoints; the end of a stage always writes one."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints to keep."""
+
+
+class RunConfig(Settings):
+    """A whole run: policies and the stages that train them."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the run."""
+    folder: str | None = None
+    """Where everything is written; None is `runs/<name>`."""
+    seed: int = 0
+    """Seed of everything random."""
+    policies: dict[str, PolicyBlock] = Field(min_length=1)
+    """The models, by name."""
+    stages: list[StageConfig] = Field(min_length=1)
+    """The curriculum, in order."""
+    engine: EngineBlock = Field(default_factory=lambda: {"type": "torch"})
+    """Who computes: device, precision, sharding."""
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    """Checkpoints."""
+
+    @field_validator("stages")
+    @classmethod
+    def _names_fit(cls, stages: list[StageConfig], info: ValidationInfo) -> list[StageConfig]:
+        policies = info.data.get("policies", {})
+        seen: dict[str, StageConfig] = {}
+        for stage in stages:
+            if stage.name in seen:
+                raise ValueError(f"two stages are named {stage.name!r}; names are unique")
+            if policies and stage.policy not in policies:
+                raise ValueError(
+                    f"stage {stage.name!r}: policy {stage.policy!r} is not one of {sorted(policies)}"
+                    + did_you_mean(stage.policy, policies)
+                )
+            for rehearsal in stage.rehearsal:
+                earlier = seen.get(rehearsal.stage)
+                if earlier is None or earlier.policy != stage.policy:
+                    raise ValueError(
+                        f"stage {stage.name!r}: rehearsal of {rehearsal.stage!r}, which is no earlier stage of policy "
+                        f"{stage.policy!r}" + did_you_mean(rehearsal.stage, seen)
+                    )
+            if sum(rehearsal.share for rehearsal in stage.rehearsal) >= 1:
+                raise ValueError(f"stage {stage.name!r}: rehearsal shares add up to 1 or more")
+            seen[stage.name] = stage
+        return stages
+
+    @model_validator(mode="after")
+    def _policies_are_used(self) -> RunConfig:
+        used = {stage.policy for stage in self.stages}
+        used |= {part for name in used for part in getattr(self.policies[name], "parts", [])}
+        unused = sorted(set(self.policies) - used)
+        if unused:
+            raise ValueError(f"policies {unused} are trained by no stage; remove them")
+        for stage in self.stages:
+            if stage.evaluation is not None:
+                evaluation_sampling(self.policies[stage.policy], stage.evaluation)
+        return self
+
+
+def evaluation_sampling(policy_config: Any, evaluation: EvaluationSettings) -> Any:
+    """The policy's sampling settings with the evaluation's overrides, validated by the policy's own schema."""
+    sampling = policy_config.sampling
+    return type(sampling).model_validate({**sampling.model_dump(), **evaluation.sampling})

@@ -1,0 +1,205 @@
+"""The loop. One iteration of reinforcement learning, the same for tokens and for denoising transitions:
+
+    prompts -> policy.rollout -> policy.decode -> rewards -> objective.prepare (old and reference log-probs, advantages)
+            -> minibatches -> policy.replay -> objective.loss -> engine.backward -> engine.step -> metrics
+
+It knows no modality and no algorithm: policies cut trajectories into micro-batches, objectives turn them into losses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from modalities.base import Cut, Policy, Request, Trajectory
+from modalities.randomness import SampleKey, seeded_generator
+from modalities.samples import Prompt, Sample
+from rewards.combine import RewardResult
+from uniml_rl.algorithms.objective import Objective
+from uniml_rl.build import StageConfig
+from uniml_rl.data.prompts import PromptStream
+from uniml_rl.engines.base import Engine, StepReport
+from uniml_rl.experience import Experience
+from uniml_rl.monitor.metrics import Metrics, peak_memory_gib
+from uniml_rl.monitor.sample_metrics import measure_samples
+
+
+class Scores(Protocol):
+    """What the trainer asks of the rewards."""
+
+    def score(self, samples: list[Sample], prompts: list[Prompt], iteration: int) -> RewardResult: ...
+
+
+@dataclass(frozen=True)
+class IterationReport:
+    """One finished iteration."""
+
+    metrics: dict[str, float]
+    reward_mean: float  # mean total reward of the valid samples, NaN if there is none
+
+
+def requests_for(prompts: list[Prompt], group_size: int, first_group: int, key: SampleKey) -> list[Request]:
+    """`group_size` requests for each prompt, in order; a prompt that occurs twice gets two groups of different samples."""
+    occurrences: Counter[int] = Counter()
+    requests = []
+    for position, prompt in enumerate(prompts):
+        first_sample = occurrences[prompt.index] * group_size
+        occurrences[prompt.index] += 1
+        requests += [
+            Request(
+                prompt,
+                first_group + position,
+                SampleKey(key.run_seed, key.stage, key.iteration, prompt.index, first_sample + sample),
+            )
+            for sample in range(group_size)
+        ]
+    return requests
+
+
+class Trainer:
+    """Runs the iterations of one stage."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        prompts: PromptStream,
+        rewards: Scores,
+        objective: Objective,
+        engine: Engine,
+        stage: StageConfig,
+        stage_index: int,
+        run_seed: int,
+    ) -> None:
+        self.policy = policy
+        self.prompts = prompts
+        self.rewards = rewards
+        self.objective = objective
+        self.engine = engine
+        self.stage = stage
+        self.stage_index = stage_index
+        self.run_seed = run_seed
+        self.optimizer_steps = 0
+        self._replay_checked = False
+
+    def iterate(self, iteration: int) -> IterationReport:
+        """One rollout and its updates; `iteration` counts from 0 within the stage."""
+        metrics = Metrics()
+        started = time.perf_counter()
+        requests = self._requests(iteration)
+        with self._phase(metrics, "rollout"), self.engine.autocast():
+            trajectory = self.policy.rollout(requests)
+        with self._phase(metrics, "decode"):
+            samples = self.policy.decode(trajectory)
+        with self._phase(metrics, "reward"):
+            result = self.rewards.score(samples, trajectory.leaf_prompts(), iteration)
+        minibatches = self._minibatches(trajectory, iteration, epoch=0)
+        cuts = [cut for roots in minibatches for cut in self._plan(trajectory, roots)]
+        with self._phase(metrics, "replay"), self.engine.autocast():
+            self._check_replay(trajectory, cuts)
+            experience = self.objective.prepare(self.policy, trajectory, result, cuts, self.engine, metrics)
+        with self._phase(metrics, "update"):
+            for epoch in range(self.stage.algorithm.epochs):
+                for roots in self._minibatches(trajectory, iteration, epoch):
+                    self._update(experience, roots, iteration, metrics)
+        self.objective.finish_iteration(metrics)
+        self._measure(metrics, result, samples, trajectory, iteration, time.perf_counter() - started)
+        reduced = metrics.reduce(self.engine)
+        return IterationReport(reduced, reduced.get("reward/mean", float("nan")))
+
+    def _requests(self, iteration: int) -> list[Request]:
+        rank, world_size = self.engine.rank, self.engine.world_size
+        prompts = self.prompts.take(self.stage.prompts_per_iteration, rank, world_size)
+        first_group = rank * self.stage.prompts_per_iteration // world_size
+        key = SampleKey(self.run_seed, self.stage_index, iteration, prompt=0, sample=0)
+        return requests_for(prompts, self.stage.group_size, first_group, key)
+
+    def _minibatches(self, trajectory: Trajectory, iteration: int, epoch: int) -> list[Tensor]:
+        """Rows of the first segment, split into one part per optimizer step, in an order that only the seed decides."""
+        count = self.stage.algorithm.minibatches
+        rows = torch.arange(trajectory.segments[0].num_rows)
+        if count > 1:
+            generator = seeded_generator(self.run_seed, self.stage_index, iteration, epoch, self.engine.rank)
+            rows = rows[torch.randperm(len(rows), generator=generator)]
+        return [part for part in rows.tensor_split(count) if len(part)]
+
+    def _plan(self, trajectory: Trajectory, roots: Tensor) -> list[Cut]:
+        return self.policy.plan(trajectory, roots, self.stage.micro_batch)
+
+    def _check_replay(self, trajectory: Trajectory, cuts: list[Cut]) -> None:
+        """Before the first update of a process: is what training scores what the sampler scored?"""
+        if not self._replay_checked and cuts:
+            self.objective.check_replay(self.policy, trajectory, cuts[0], self.engine.precision)
+            self._replay_checked = True
+
+    def _update(self, experience: Experience, roots: Tensor, iteration: int, metrics: Metrics) -> None:
+        minibatch = self.objective.minibatch(experience, roots)
+        minibatch.denominators = self.engine.sum_over_ranks(minibatch.denominators)
+        for cut in self._plan(experience.trajectory, roots):
+            with self.engine.autocast():
+                loss = self.objective.loss(self.policy, minibatch, cut, iteration, metrics)
+            if loss.requires_grad:
+                self.engine.backward(loss)
+        self._record(self.engine.step(iteration), metrics)
+        self.optimizer_steps += 1
+        self.policy.set_version(self.optimizer_steps)
+
+    def _record(self, report: StepReport, metrics: Metrics) -> None:
+        for name, norm in report.gradient_norm.items():
+            metrics.mean(f"gradient/norm/{name}", norm)
+        for name, ratio in report.update_weight_ratio.items():
+            metrics.mean(f"update/weight_ratio/{name}", ratio)
+        metrics.sum("gradient/skipped_steps", float(report.skipped))
+
+    def _measure(
+        self,
+        metrics: Metrics,
+        result: RewardResult,
+        samples: list[Sample],
+        trajectory: Trajectory,
+        iteration: int,
+        seconds: float,
+    ) -> None:
+        metrics.mean("reward/mean", result.total, mask=result.valid)
+        metrics.std("reward/std", result.total, mask=result.valid)
+        for name in result.raw:
+            metrics.mean(f"reward/{name}/raw_mean", result.raw[name], mask=result.raw[name].isfinite())
+            metrics.mean(f"reward/{name}/weighted_mean", result.weighted[name], mask=result.weighted[name].isfinite())
+            metrics.sum(f"reward/{name}/failures", float(sum(result.failures[name].values())))
+        measure_samples(metrics, samples)
+        decisions = sum(int(segment.length_mask.sum()) for segment in trajectory.segments)
+        metrics.sum("throughput/samples_per_second", len(samples) / seconds)
+        metrics.sum("throughput/decisions_per_second", decisions / seconds)
+        metrics.maximum("time/iteration", seconds)
+        metrics.maximum("memory/peak_gib", peak_memory_gib())
+        for name, rate in self.engine.learning_rates(iteration).items():
+            metrics.last(f"learning_rate/{name}", rate)
+
+    @contextmanager
+    def _phase(self, metrics: Metrics, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        metrics.maximum(f"time/{name}", time.perf_counter() - started)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next iteration depends on besides weights."""
+        return {
+            "prompts": self.prompts.state_dict(),
+            "objective": self.objective.state_dict(),
+            "engine": self.engine.state_dict(),
+            "optimizer_steps": self.optimizer_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`."""
+        self.prompts.load_state_dict(state["prompts"])
+        self.objective.load_state_dict(state["objective"])
+        self.engine.load_state_dict(state["engine"])
+        self.optimizer_steps = state["optimizer_steps"]
+        self.policy.set_version(self.optimizer_steps)
