@@ -1,0 +1,162 @@
+"""Every metric that a run may log, each with its unit, its reduction and its formula; docs/metrics.md is made from it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from modalities.errors import did_you_mean
+
+Reduction = Literal["mean", "sum", "maximum", "last", "standard deviation", "explained variance", "seconds", "rate"]
+
+REDUCTIONS: dict[Reduction, str] = {
+    "mean": "sum of the values over the number of values, over every rank and micro-batch; absent over nothing",
+    "sum": "sum over every rank and micro-batch",
+    "maximum": "largest value over every rank and micro-batch",
+    "last": "the value that rank 0 logged last",
+    "standard deviation": "population standard deviation (ddof 0) of all values of all ranks",
+    "explained variance": "1 − Var(target − prediction) / Var(target) over all values of all ranks; absent if the "
+    "target is constant",
+    "seconds": "seconds summed on each rank, then those of the slowest rank",
+    "rate": "count summed over ranks, over the seconds of the slowest rank",
+}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a metric is. `{...}` in a metric's name stands for a name: of a reward, a module or another metric."""
+
+    unit: str
+    reduction: Reduction
+    definition: str
+
+
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric(
+        "reward", "mean", "Weighted sum of the rewards, over the samples that have one; failed samples are left out."
+    ),
+    "reward/std": Metric("reward", "standard deviation", "Of the weighted sum over all samples of the iteration."),
+    "reward/{reward}/raw_mean": Metric("the reward's own", "mean", "The reward before its weight, over valid samples."),
+    "reward/{reward}/raw_std": Metric("the reward's own", "standard deviation", "The same values' spread."),
+    "reward/{reward}/weighted_mean": Metric("reward", "mean", "The reward times its current weight, over valid samples."),
+    "reward/{reward}/weight": Metric("1", "last", "The weight in force, which a fade-in changes."),
+    "reward/{reward}/failures": Metric(
+        "samples", "sum", "Samples without a score: an exception, a time-out or a non-finite value. They are masked."
+    ),
+    "group/without_signal_share": Metric(
+        "share", "mean", "Groups whose advantages are all 0: equal rewards, or fewer than two valid samples."
+    ),
+    "group/dropped": Metric("groups", "sum", "Groups left out of the update, because they were incomplete or filtered."),
+    "kl/reference": Metric(
+        "nats per decision, or squared velocity",
+        "mean",
+        "Distance to the reference policy over trained decisions. With log-probs the k3 estimate, "
+        "exp(d) − 1 − d with d = log p_reference − log p_policy, without weights for the sampling distribution; for a "
+        "denoising objective that penalises it, the mean squared difference of the predictions.",
+    ),
+    "kl/coefficient": Metric("1", "last", "Factor of the KL term in the loss or the reward."),
+    "policy/entropy": Metric(
+        "nats per decision", "mean", "Entropy of the distribution of each trained decision at the sampling temperature."
+    ),
+    "policy/clip_share": Metric("share", "mean", "Trained decisions whose gradient the clipping removed."),
+    "policy/ratio_mean": Metric("1", "mean", "exp(log p_current − log p_old) over trained decisions; 1 at the first update."),
+    "policy/ratio_max_deviation": Metric("1", "maximum", "Largest |ratio − 1| over trained decisions."),
+    "policy/kl_old": Metric(
+        "nats per decision", "mean", "k3 estimate of the distance between the policy that sampled and the current one."
+    ),
+    "loss/total": Metric("1", "sum", "What was differentiated: the sum of all terms with their factors, mean over updates."),
+    "loss/policy": Metric("1", "sum", "The clipped surrogate or other policy objective, globally normalised."),
+    "loss/value": Metric("1", "sum", "Half the (clipped) squared error of the value head, before its factor."),
+    "loss/kl": Metric("1", "sum", "The KL term of the loss, before its coefficient."),
+    "loss/entropy": Metric("1", "sum", "The entropy bonus with its sign, before its coefficient."),
+    "value/explained_variance": Metric("1", "explained variance", "Of the returns by the critic's values before the update."),
+    "rollout/mismatch": Metric(
+        "nats per decision",
+        "mean",
+        "|log p_old − log p_rollout| over trained decisions: training's own numerics against the sampler's.",
+    ),
+    "rollout/near_ties": Metric(
+        "draws", "sum", "Token draws whose uniform number lay within rounding of an edge of the cumulative distribution."
+    ),
+    "gradient/norm": Metric("1", "mean", "L2 norm of the gradient over all trained parameters before clipping."),
+    "gradient/norm/{module}": Metric("1", "mean", "The same for one optimizer's modules."),
+    "gradient/skipped_steps": Metric("steps", "maximum", "Optimizer steps skipped for a non-finite gradient; the same on all ranks."),
+    "update/weight_ratio": Metric("1", "mean", "‖Δw‖ / ‖w‖ of an optimizer step over the trained parameters."),
+    "update/weight_ratio/{module}": Metric("1", "mean", "The same for one optimizer's modules."),
+    "learning_rate/{module}": Metric("1", "last", "Learning rate of that module's optimizer at this iteration."),
+    "time/rollout": Metric("s", "seconds", "Sampling."),
+    "time/decode": Metric("s", "seconds", "From latents or tokens to samples."),
+    "time/reward": Metric("s", "seconds", "Scoring."),
+    "time/replay": Metric("s", "seconds", "Replays without gradient: old and reference log-probs, critic's values."),
+    "time/update": Metric("s", "seconds", "Replays with gradient, backward and optimizer steps."),
+    "time/evaluation": Metric("s", "seconds", "Evaluation on held-out prompts."),
+    "time/checkpoint": Metric("s", "seconds", "Writing a checkpoint."),
+    "time/iteration": Metric("s", "seconds", "The whole iteration, without evaluation and checkpoint."),
+    "throughput/samples_per_second": Metric("samples/s", "rate", "Samples of the iteration over its time."),
+    "throughput/decisions_per_second": Metric("decisions/s", "rate", "Trained decisions of the iteration over its time."),
+    "memory/peak_gib": Metric(
+        "GiB", "maximum", "Largest resident set of a process so far, or of a device's allocations if there is one."
+    ),
+    "text/length_mean": Metric("tokens", "mean", "Tokens that the model chose, an end-of-sequence token included."),
+    "text/finished_share": Metric("share", "mean", "Texts that the model ended itself before the length limit."),
+    "text/distinct_1": Metric(
+        "share",
+        "mean",
+        "Different words over all words of the texts of one group, mean over groups that have a word. Words are split at "
+        "white space and lower-cased.",
+    ),
+    "text/distinct_2": Metric("share", "mean", "The same for pairs of neighbouring words within a text."),
+    "stage/index": Metric("1", "last", "Number of the curriculum's stage, from 0."),
+    "nonfinite/{metric}": Metric(
+        "values", "sum", "NaN or infinite values that were left out of the metric named; shown only if there were any."
+    ),
+}
+
+for _weights, _whose in (("eval", "raw"), ("eval_ema", "EMA")):
+    METRICS |= {
+        f"{_weights}/{{reward}}/mean": Metric(
+            "the reward's own", "last", f"Raw reward with {_whose} weights on the held-out prompts: mean over prompts of the "
+            "mean over a prompt's valid samples."
+        ),
+        f"{_weights}/{{reward}}/difference": Metric(
+            "the reward's own", "last", "The same minus the value before the stage, paired by prompt."
+        ),
+        f"{_weights}/{{reward}}/difference_low": Metric(
+            "the reward's own", "last", "Lower end of the paired difference's 95 % t-interval over prompts."
+        ),
+        f"{_weights}/{{reward}}/difference_high": Metric("the reward's own", "last", "Its upper end."),
+        f"{_weights}/{{reward}}/failures": Metric("samples", "last", "Held-out samples without a score."),
+        f"{_weights}/text/length_mean": Metric("tokens", "last", "As `text/length_mean`, on the held-out samples."),
+        f"{_weights}/text/finished_share": Metric("share", "last", "As `text/finished_share`, on the held-out samples."),
+        f"{_weights}/text/distinct_1": Metric("share", "last", "As `text/distinct_1`, on the held-out samples."),
+        f"{_weights}/text/distinct_2": Metric("share", "last", "As `text/distinct_2`, on the held-out samples."),
+        f"{_weights}/kl": Metric("as kl/reference", "last", "As `kl/reference`, on the held-out samples."),
+    }
+
+_PLACEHOLDERS = {"reward": "[^/]+", "module": ".+", "metric": ".+"}
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    escaped = re.escape(name)
+    for placeholder, expression in _PLACEHOLDERS.items():
+        escaped = escaped.replace(re.escape(f"{{{placeholder}}}"), expression)
+    return re.compile(escaped)
+
+
+_PATTERNS = [(_pattern(name), metric) for name, metric in METRICS.items() if "{" in name]
+
+
+@lru_cache(maxsize=4096)
+def define(name: str) -> Metric:
+    """The definition of a metric by its full name. Raises ValueError for a name that the vocabulary does not hold."""
+    if name in METRICS and "{" not in name:
+        return METRICS[name]
+    for pattern, metric in _PATTERNS:
+        if pattern.fullmatch(name):
+            return metric
+    raise ValueError(
+        f"metric {name!r} is not in the vocabulary{did_you_mean(name, METRICS)} "
+        "Every metric is defined in uniml_rl/monitor/vocabulary.py and docs/metrics.md."
+    )
