@@ -28,6 +28,11 @@ class Reward(ABC):
     """Whether `score` keeps the gradient with respect to the samples' tensors."""
     repeatable: bool = True
     """Whether equal samples always get equal scores."""
+    separate_process: bool = False
+    """Whether a time-out needs a process of its own: for code over strings that may hold Python's interpreter lock for
+    ever (a regular expression that backtracks, a verifier's big integers), which no thread can interrupt."""
+    fields: frozenset[str] = frozenset()
+    """Fields of the prompts' records that it reads."""
 
     @abstractmethod
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> Tensor:
@@ -46,14 +51,23 @@ class Reward(ABC):
 class RewardConfig(Settings):
     """What every reward's block has; a reward adds its own keys and builds itself."""
 
-    weight: float = 1.0
+    weight: float = Field(default=1.0, allow_inf_nan=False)
     """Factor in the weighted sum; 0 measures without training on it."""
+    micro_batch_size: int = Field(default=32, ge=1)
+    """Samples in one call of `score`."""
     on_error: Literal["mask", "fail"] = "mask"
     """`mask` leaves a failed sample out and counts it; `fail` ends the run."""
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """Longest time for one call of `score` on a micro-batch; None waits for ever."""
+    """Longest time for one call of `score`; None waits for ever. A micro-batch that takes longer is scored again sample
+    by sample, each within this time."""
     fade_in_iterations: int = Field(default=0, ge=0)
-    """The weight rises linearly from 0 to `weight` over this many iterations of the stage."""
+    """The weight rises linearly from 0 (at the stage's iteration 0) to `weight` over this many iterations."""
+
+    def weight_at(self, iteration_in_stage: int) -> float:
+        """The weight in force at an iteration of the stage."""
+        if iteration_in_stage >= self.fade_in_iterations:
+            return self.weight
+        return self.weight * iteration_in_stage / self.fade_in_iterations
 
     def build(self, device: str) -> Reward:
         """The reward itself, its models on `device`."""
