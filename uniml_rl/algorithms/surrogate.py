@@ -1,0 +1,66 @@
+"""Probability ratios and the surrogate losses built on them, per decision, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SurrogateTerms:
+    """A surrogate loss per decision and what happened to it."""
+
+    loss: Tensor  # [b, t] float32, to be minimised
+    clipped: Tensor  # [b, t] bool: the clip is active, so this decision's gradient is 0
+    ratio: Tensor  # [b, t] float32, detached
+
+
+def log_ratio(new: Tensor, old: Tensor, clamp: float = 20.0, *, mask: Tensor | None = None) -> Tensor:
+    """log pi_new - log pi_old per decision [b, t], clamped to +-`clamp` so that its exponential stays finite.
+
+    Gradient flows to `new` alone, and none beyond the clamp. Outside of `mask` the result is 0 and has no gradient:
+    a non-finite log-prob there must be cut off before the exponential, whose backward pass would multiply it by 0.
+    """
+    difference = new.float() - old.detach().float()
+    if mask is not None:
+        difference = torch.where(mask, difference, 0.0)
+    return difference.clamp(-clamp, clamp)
+
+
+def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """GSPO (Zheng et al. 2025, eq. 7): the mean log-ratio over a row's trained decisions, given to each of them.
+
+    Rows are whole. [b, t] float32, 0 outside of the mask and for a row without a trained decision.
+    """
+    mean = torch.where(mask, log_ratio, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(mask, mean, 0.0)
+
+
+def clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
+) -> SurrogateTerms:
+    """PPO (Schulman et al. 2017, eq. 7) as a loss: max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(log_ratio).
+
+    With `dual` = c > 1 (Ye et al. 2020, eq. 3) a decision with A < 0 loses at most -c A, so that a huge ratio has no
+    gradient either. `clipped` marks the decisions whose gradient is 0 through either bound.
+
+    Args:
+        log_ratio, advantages: [b, t] float32; no gradient goes to the advantages.
+    """
+    advantages = advantages.detach()
+    ratio = log_ratio.exp()
+    free = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - low, 1 + high)
+    loss, clipped = torch.maximum(free, bounded), bounded > free
+    if dual is not None:
+        ceiling = -dual * advantages
+        beyond = (advantages < 0) & (loss > ceiling)
+        loss, clipped = torch.where(beyond, ceiling, loss), clipped | beyond
+    return SurrogateTerms(loss, clipped, ratio.detach())
+
+
+SURROGATES: dict[str, Callable[..., SurrogateTerms]] = {"ppo_clip": clipped_surrogate}
+"""Each takes (log_ratio, advantages, **bounds); its name is the `type` of `algorithm.surrogate`."""
