@@ -1,0 +1,147 @@
+"""From a YAML file to strict settings: one message for all mistakes, the resolved config, what differs between two.
+
+Nothing here knows a component by name; `build.py` brings the schema and the registries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import core_schema
+
+from modalities.errors import UserError, did_you_mean
+from uniml_rl.schema import TypedBlock, describe, example, field_options, options, typed_block
+from uniml_rl.yaml_files import KeyPath, LoadedConfig, dump_yaml, inline_yaml, load_yaml
+
+__all__ = [
+    "LoadedConfig",
+    "TypedBlock",
+    "difference",
+    "load_yaml",
+    "problems",
+    "resolved_dump",
+    "typed_block",
+    "validate",
+]
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def validate(schema: type[Schema], loaded: LoadedConfig) -> Schema:
+    """The settings that the loaded values describe.
+
+    Raises one UserError that lists every mistake as `file:line: key.path: value: what is allowed; did you mean 'x'?`.
+    """
+    try:
+        config = schema.model_validate(loaded.values)
+        found = [(path, "must be a number; NaN is none") for path in _not_a_number(config.model_dump(), ())]
+    except ValidationError as error:
+        found = problems(error, schema, loaded.values)
+    if not found:
+        return config
+    lines = [str(loaded.error(path, message)) for path, message in found]
+    raise UserError(lines[0] if len(lines) == 1 else "\n  ".join([f"{loaded.path}: {len(lines)} problems", *lines]))
+
+
+def problems(error: ValidationError, schema: type[BaseModel], values: Any) -> list[tuple[KeyPath, str]]:
+    """Key path and explanation of each mistake that `schema` found in `values`, without pydantic's own words."""
+    found: dict[tuple[KeyPath, str], bool] = {}
+    for item in error.errors(include_url=False):
+        path, message, is_kind = _explain(item["type"], item["loc"], item, schema, values)
+        found[path, message] = is_kind
+    # Of a union's complaints the one deeper inside the value is about the member that was meant.
+    inside = {path[:length] for path, _ in found for length in range(len(path))}
+    return [(path, message) for (path, message), is_kind in found.items() if not (is_kind and path in inside)]
+
+
+def _explain(
+    kind: str, location: Sequence[str | int], item: Mapping[str, Any], schema: type[BaseModel], values: Any
+) -> tuple[KeyPath, str, bool]:
+    """Key path, explanation, and whether the mistake is a value of the wrong kind."""
+    path: KeyPath = ()
+    allowed, parents = options(schema), options(schema)
+    value = around = values
+    for position, key in enumerate(location):
+        below = [option for parent in allowed for option in parent.below(key, value)]
+        held = (isinstance(value, Mapping) and key in value) or (isinstance(value, list) and isinstance(key, int))
+        last = position == len(location) - 1 and kind in ("extra_forbidden", "missing")
+        if below or held or last:  # else it is pydantic's label of a union's member
+            path, parents, allowed, around = (*path, key), allowed, below, value
+            value = value[key] if held else None
+    if kind == "extra_forbidden":
+        return path, _unknown_key(str(path[-1]), [option.model(around) for option in parents]), False
+    if kind == "missing":
+        return path, f"required: {describe(allowed)}; for example `{path[-1]}: {example(allowed)}`", False
+    if kind not in get_args(core_schema.ErrorType) or kind in ("value_error", "assertion_error"):
+        own = item.get("ctx", {}).get("error")
+        return path, _shown(item["input"]) + str(own or item["msg"]), False
+    words = [word for option in allowed for word in get_args(option.kind) if isinstance(word, str)]
+    nearest = did_you_mean(item["input"], words) if isinstance(item["input"], str) else ""
+    return path, f"{_shown(item['input'])}must be {describe(allowed)}{nearest}", True
+
+
+def _unknown_key(key: str, models: Sequence[type[BaseModel] | None]) -> str:
+    keys: list[str] = []
+    elsewhere: list[str] = []
+    for model in models:
+        for name, field in model.model_fields.items() if model else ():
+            keys.append(name)
+            inner = [option.model(None) for option in field_options(field)]
+            elsewhere += [f"{name}.{key}" for block in inner if block and key in block.model_fields]
+    nearest = f"; did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(key, keys)
+    return f"unknown key; allowed here: {', '.join(keys) or 'nothing'}{nearest}"
+
+
+def _shown(value: Any) -> str:
+    """`value: ` as a message repeats it; blocks are not repeated."""
+    if isinstance(value, Mapping | BaseModel):
+        return ""
+    text = value if isinstance(value, str) else inline_yaml(value)
+    return (text if len(text) <= 60 else text[:57] + "...") + ": "
+
+
+def _not_a_number(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    if isinstance(value, float) and value != value:
+        yield path
+    inside = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else []
+    )
+    for key, item in inside:
+        yield from _not_a_number(item, (*path, key))
+
+
+def resolved_dump(config: BaseModel) -> str:
+    """The whole config as YAML, defaults included; loading and validating it again gives an equal config."""
+    return dump_yaml(config.model_dump(mode="json"))
+
+
+def difference(old: Any, new: Any, path: str = "") -> list[str]:
+    """What changed between two resolved configs, a line per key: `stages.align.micro_batch: 8 -> 4`.
+
+    Items of lists are told apart by their `name` where all have one.
+    """
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        lines = []
+        for key in dict.fromkeys([*old, *new]):
+            below = f"{path}.{key}" if path else str(key)
+            if key not in new:
+                lines.append(f"{below}: {inline_yaml(old[key])} -> (not there)")
+            elif key not in old:
+                lines.append(f"{below}: (not there) -> {inline_yaml(new[key])}")
+            else:
+                lines += difference(old[key], new[key], below)
+        return lines
+    old_items, new_items = _by_name(old), _by_name(new)
+    if old_items is not None and new_items is not None:
+        order = difference(list(old_items), list(new_items), f"{path} (order)")
+        return order + difference(old_items, new_items, path)
+    return [] if old == new and type(old) is type(new) else [f"{path}: {inline_yaml(old)} -> {inline_yaml(new)}"]
+
+
+def _by_name(items: Any) -> dict[str, Any] | None:
+    if not isinstance(items, list) or not all(isinstance(item, Mapping) and "name" in item for item in items):
+        return None
+    named = {item["name"]: item for item in items}
+    return named if items and len(named) == len(items) else None

@@ -1,0 +1,237 @@
+"""Blocks chosen by `type`, and what a schema allows in words: for messages and for the config reference."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, GetCoreSchemaHandler, SerializationInfo, ValidationError, ValidationInfo
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+
+from modalities.errors import UserError, did_you_mean
+from modalities.settings import Settings
+from uniml_rl.yaml_files import inline_yaml
+
+COMPONENT_ERROR = "component"
+OWN_PACKAGES = ("uniml_rl", "modalities", "rewards")
+
+
+@dataclass(frozen=True, eq=False)
+class TypedBlock:
+    """Metadata of a field whose block states its `type`: the settings class of that type validates the other keys."""
+
+    registry: Mapping[str, str]
+    what: str
+    default: str | None = None
+
+    def import_class(self, name: str) -> type[Settings]:
+        """The settings class of a registered name or of a user's own "module:Class".
+
+        Raises UserError: no such name, module or class, a package that is not installed, not a settings class.
+        """
+        target = self.registry.get(name, name)
+        module_name, colon, class_name = target.partition(":")
+        if not colon:
+            allowed = ", ".join(self.registry) or "none yet"
+            raise UserError(f"must be one of {allowed}, or your own 'module:Class'{did_you_mean(name, self.registry)}")
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if name not in self.registry and f"{module_name}.".startswith(f"{missing}."):
+                raise UserError(
+                    f"there is no module {missing!r}; start the command in the folder that holds it, or put that "
+                    "folder on PYTHONPATH"
+                ) from None
+            if missing.split(".")[0] in OWN_PACKAGES:
+                raise
+            raise UserError(f"needs the package {missing!r}: `pip install {missing}`") from None
+        found = getattr(module, class_name, None)
+        if not (isinstance(found, type) and issubclass(found, Settings)):
+            classes = [
+                key for key, item in vars(module).items() if isinstance(item, type) and issubclass(item, Settings)
+            ]
+            raise UserError(
+                f"module {module_name!r} has no class {class_name!r} that derives from modalities.settings.Settings"
+                f"{did_you_mean(class_name, classes)}"
+            )
+        return found
+
+    def class_of(self, values: Any) -> type[Settings] | None:
+        """The settings class that a block's values ask for; None if they ask for none that exists."""
+        if isinstance(values, Settings):
+            return type(values)
+        name = values.get("type", self.default) if isinstance(values, Mapping) else None
+        try:
+            return self.import_class(name) if isinstance(name, str) else None
+        except UserError:
+            return None
+
+    def type_of(self, block: Settings) -> str:
+        """The `type` under which a validated block is found again."""
+        own = f"{type(block).__module__}:{type(block).__qualname__}"
+        return next((name for name in self.registry if self.class_of({"type": name}) is type(block)), own)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def serialize(block: Settings, info: SerializationInfo) -> dict[str, Any]:
+            return {"type": self.type_of(block), **block.model_dump(mode=info.mode)}
+
+        return core_schema.with_info_plain_validator_function(
+            self._validate,
+            serialization=core_schema.plain_serializer_function_ser_schema(serialize, info_arg=True),
+        )
+
+    def _validate(self, values: Any, info: ValidationInfo) -> Settings:
+        if isinstance(values, Settings):
+            return values
+        if not isinstance(values, Mapping):
+            raise PydanticCustomError(COMPONENT_ERROR, "{reason}", {"reason": f"must be {_describe_block(self)}"})
+        name = values.get("type", self.default)
+        try:
+            if not isinstance(name, str):
+                raise UserError(f"required: one of {', '.join(self.registry)}, or your own 'module:Class'")
+            block = self.import_class(name)
+        except UserError as error:
+            reason = PydanticCustomError(COMPONENT_ERROR, "{reason}", {"reason": str(error)})
+            details = InitErrorDetails(type=reason, loc=("type",), input=name or {})
+            raise ValidationError.from_exception_data(self.what, [details]) from None
+        rest = {key: value for key, value in values.items() if key != "type" or "type" in block.model_fields}
+        return block.model_validate(rest, context=info.context)
+
+
+def typed_block(registry: Mapping[str, str], what: str, default: str | None = None) -> TypedBlock:
+    """Marks a field as a block chosen by its `type`: `Annotated[Any, typed_block(REWARDS, "reward")]`.
+
+    `registry` maps names to "module:Class" of settings classes, imported when a block asks for them; a `type` with a
+    colon is such a path itself, so a user's own component needs no registration. `default` is the type of a block that
+    states none. The dumped block states its `type` again.
+    """
+    return TypedBlock(registry, what, default)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One member of a union: a class, a generic type, a Literal or a TypedBlock, with its constraints."""
+
+    kind: Any
+    constraints: Mapping[str, Any]
+
+    def model(self, values: Any) -> type[BaseModel] | None:
+        """The settings class that validates `values`, if this is a block."""
+        if isinstance(self.kind, TypedBlock):
+            return self.kind.class_of(values)
+        return self.kind if isinstance(self.kind, type) and issubclass(self.kind, BaseModel) else None
+
+    def below(self, key: str | int, values: Any) -> list[Option]:
+        """What is allowed at `key` inside a value of this kind; nothing if there is no such key."""
+        model, origin, arguments = self.model(values), get_origin(self.kind), get_args(self.kind)
+        if isinstance(self.kind, TypedBlock) and key == "type":
+            return options(str)
+        if model is not None:
+            return field_options(model.model_fields[key]) if key in model.model_fields else []
+        if not isinstance(origin, type) or not arguments:
+            return []
+        if issubclass(origin, Mapping):
+            return options(arguments[1]) if isinstance(values, Mapping) and key in values else []
+        if isinstance(key, int) and issubclass(origin, Sequence | AbstractSet):
+            fixed = issubclass(origin, tuple) and Ellipsis not in arguments and key < len(arguments)
+            return options(arguments[key] if fixed else arguments[0])
+        return []
+
+
+CONSTRAINTS = ("gt", "ge", "lt", "le", "multiple_of", "min_length", "max_length", "pattern")
+
+
+def options(annotation: Any, metadata: Sequence[Any] = ()) -> list[Option]:
+    """The members of a type, its unions and annotations opened."""
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        return options(inner, (*more, *metadata))
+    flat = [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
+    for item in flat:
+        if isinstance(item, TypedBlock):
+            return [Option(item, {})]
+    if get_origin(annotation) in (Union, UnionType):
+        return [option for member in get_args(annotation) for option in options(member, flat)]
+    constraints = {name: getattr(item, name) for item in flat for name in CONSTRAINTS if hasattr(item, name)}
+    return [Option(annotation, {name: value for name, value in constraints.items() if value is not None})]
+
+
+def field_options(field: FieldInfo) -> list[Option]:
+    """The members of a field's type."""
+    return options(field.annotation, field.metadata)
+
+
+def describe(allowed: Sequence[Option]) -> str:
+    """What a field allows, in words: `a whole number >= 1 or null`."""
+    return " or ".join(dict.fromkeys(_describe(option) for option in allowed)) or "anything"
+
+
+def example(allowed: Sequence[Option]) -> str:
+    """A value of that kind as one would write it in YAML."""
+    kind, bounds = (allowed[0].kind, allowed[0].constraints) if allowed else (Any, {})
+    if isinstance(kind, TypedBlock):
+        return f"{{type: {next(iter(kind.registry), 'module:Class')}}}"
+    if get_origin(kind) is Literal:
+        return str(get_args(kind)[0])
+    if kind is bool:
+        return "true"
+    if kind in (int, float):
+        low = bounds.get("ge", bounds.get("gt", 0) + 1)
+        high = bounds.get("le", bounds.get("lt", low))
+        return str(kind(min(low, high)) if low <= high else (bounds.get("gt", 0) + high) / 2)
+    model = allowed[0].model({}) if allowed else None
+    if model is not None:
+        required = [key for key, field in model.model_fields.items() if field.is_required()]
+        return "{" + ", ".join(f"{key}: ..." for key in required) + "}"
+    if get_origin(kind) in (list, tuple, set):
+        return f"[{example(allowed[0].below(0, None))}]"
+    return "{...}" if get_origin(kind) is dict else "..."
+
+
+NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null", Path: "a path"}
+BOUNDS = {"gt": "> {}", "ge": ">= {}", "lt": "< {}", "le": "<= {}", "multiple_of": "a multiple of {}"}
+
+
+def _describe(option: Option) -> str:
+    kind, limits = option.kind, option.constraints
+    model = option.model({})
+    if isinstance(kind, TypedBlock):
+        return _describe_block(kind)
+    if model is not None:
+        return f"a block with the keys {', '.join(model.model_fields)}"
+    if get_origin(kind) is Literal:
+        words = [repr(word) if isinstance(word, str) else inline_yaml(word) for word in get_args(kind)]
+        return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
+    if kind is None or kind is NoneType:
+        return "null"
+    text = NAMES.get(kind) or _describe_collection(kind)
+    text += "".join(f" {BOUNDS[name].format(f'{limits[name]:g}')}" for name in BOUNDS if name in limits)
+    unit = "character" if kind is str else "item"
+    for name, bound in (("min_length", "at least"), ("max_length", "at most")):
+        if name in limits:
+            text += f" of {bound} {limits[name]} {unit}{'s' if limits[name] != 1 else ''}"
+    return text + (f" that matches {limits['pattern']}" if "pattern" in limits else "")
+
+
+def _describe_collection(kind: Any) -> str:
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if kind is Any:
+        return "anything"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"a mapping from names to {describe(options(arguments[1]))}" if arguments else "a mapping"
+    if isinstance(origin, type) and issubclass(origin, tuple) and arguments and Ellipsis not in arguments:
+        return f"a list of {len(arguments)}: {', '.join(describe(options(item)) for item in arguments)}"
+    if isinstance(origin, type) and issubclass(origin, Sequence | AbstractSet):
+        return f"a list of {describe(options(arguments[0]))}" if arguments else "a list"
+    return getattr(kind, "__name__", str(kind))
+
+
+def _describe_block(block: TypedBlock) -> str:
+    return f"a block whose `type` is one of {', '.join(block.registry) or 'none yet'}, or your own 'module:Class'"
