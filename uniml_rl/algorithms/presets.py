@@ -32,6 +32,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": {"type": "running_prompt", "buffer_size": 16, "min_count": 16, "epsilon": 1e-6, "clip": 5.0},
         "surrogate": {"type": "ppo_clip"},
         "aggregation": {"mode": "token_mean"},
+        "minibatches": 2,
     },
     # Liu et al. 2025 (Flow-GRPO): docs/algorithms/flow_grpo.md
     "flow_grpo": {
@@ -39,6 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "surrogate": {"type": "ppo_clip"},
         "kl": {"coefficient": 0.04, "estimator": "gaussian", "placement": "loss"},
         "aggregation": {"mode": "token_mean"},
+        "minibatches": 2,
     },
 }
 
@@ -49,15 +51,15 @@ def merge_preset(block: Mapping[str, Any] | str) -> dict[str, Any]:
     Blocks merge key by key; a block whose `type` changes replaces the preset's whole, and null removes a part.
     Raises UserError if the name is missing or unknown.
     """
-    block = {"name": block} if isinstance(block, str) else block
-    if not isinstance(block, Mapping):
-        raise UserError(f"algorithm: {block!r} is neither a name nor a block with a name.")
-    name = block.get("name")
+    given: Any = {"name": block} if isinstance(block, str) else block
+    if not isinstance(given, Mapping):
+        raise UserError(f"algorithm: {given!r} is neither a name nor a block with a name.")
+    name = given.get("name")
     if name not in PRESETS:
         raise UserError(
             f"algorithm.name {name!r}: allowed are {', '.join(sorted(PRESETS))}{did_you_mean(str(name), PRESETS)}"
         )
-    return _merge(PRESETS[name], block)
+    return _merge(PRESETS[name], given)
 
 
 def resolve_algorithm(block: Mapping[str, Any] | str | AlgorithmSettings) -> AlgorithmSettings:
@@ -78,33 +80,43 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         old = base.get(key)
-        is_same_part = (
+        if (
             isinstance(old, Mapping)
             and isinstance(value, Mapping)
-            and (value.get("type", old.get("type")) == old.get("type"))
-        )
-        merged[key] = _merge(old, value) if is_same_part else value
+            and value.get("type", old.get("type")) == old.get("type")
+        ):
+            merged[key] = _merge(old, value)
+        else:
+            merged[key] = value
     return merged
 
 
 def _explain(detail: dict[str, Any]) -> str:
     """One sentence for one of pydantic's errors."""
-    *parents, last = detail["loc"] or ("",)
-    owners, path = [AlgorithmSettings], ["algorithm"]
-    for part in parents:
-        tagged = [owner for owner in owners if _tag(owner) == part]
+    location, value = detail["loc"], detail["input"]
+    owners: list[type[BaseModel]] = [AlgorithmSettings]
+    siblings, path = owners, ["algorithm"]
+    for part in location[:-1]:
+        tagged = [owner for owner in owners if _type_of(owner) == part]
         if tagged:
             owners = tagged
         else:
             path.append(str(part))
-            owners = [model for owner in owners for model in _models(owner, str(part))]
-    key = ".".join([*path, str(last)] if last else path)
-    if detail["type"] != "extra_forbidden":
-        return f"{key}: {detail['msg'].removeprefix('Value error, ')} (given: {detail['input']!r})"
-    allowed = sorted({field.alias or name for owner in owners for name, field in owner.model_fields.items()})
-    tags = [tag for owner in owners if (tag := _tag(owner))]
-    whose = f" of type {tags[0]!r}" if tags else ""
-    return f"{key}: no such key{whose}; allowed are {', '.join(allowed)}{did_you_mean(str(last), allowed)}"
+            siblings = owners = [model for owner in owners for model in _models(owner, str(part))]
+    key = ".".join([*path, *map(str, location[-1:])])
+    if detail["type"] == "extra_forbidden":
+        wrong = str(location[-1])
+        allowed = sorted({name for owner in owners for name in _keys(owner)})
+        readers = [_type_of(owner) for owner in siblings if wrong in _keys(owner)]
+        whose = f" of type {_type_of(owners[0])!r}" if _type_of(owners[0]) else ""
+        hint = f"; it is a key of type {' and '.join(map(repr, readers))}" if readers else did_you_mean(wrong, allowed)
+        return f"{key}: no such key{whose}; allowed are {', '.join(allowed)}{hint}"
+    if detail["type"] == "union_tag_invalid":
+        allowed = [str(_type_of(model)) for owner in owners for model in _models(owner, str(location[-1]))]
+        tag = value["type"]
+        return f"{key}.type {tag!r}: allowed are {', '.join(allowed)}{did_you_mean(str(tag), allowed)}"
+    message = f"{key}: {detail['msg'].removeprefix('Value error, ')}"
+    return message if isinstance(value, Mapping) else f"{message} (given: {value!r})"
 
 
 def _models(owner: type[BaseModel], name: str) -> list[type[BaseModel]]:
@@ -116,5 +128,9 @@ def _models(owner: type[BaseModel], name: str) -> list[type[BaseModel]]:
     return [kind for kind in found if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
-def _tag(owner: type[BaseModel]) -> Any:
+def _keys(owner: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in owner.model_fields.items()]
+
+
+def _type_of(owner: type[BaseModel]) -> str | None:
     return owner.model_fields["type"].default if "type" in owner.model_fields else None
