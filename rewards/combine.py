@@ -14,7 +14,7 @@ from torch import Tensor
 from modalities.errors import UserError, did_you_mean
 from modalities.samples import Prompt, Sample
 from rewards.base import Reward, RewardConfig
-from rewards.isolation import RewardProcess, ScoringError, TooManyHanging, call_in_thread
+from rewards.isolation import RewardProcess, ScoringError, TooManyHangingError, call_in_thread
 
 _log = logging.getLogger(__name__)
 
@@ -30,17 +30,17 @@ class RewardResult:
     weights: dict[str, float]
     """The weights in force (they may fade in)."""
     failures: dict[str, Counter[str]]
-    """Per reward, how many samples failed for which reason: "time_out", "non_finite", "process_died", or the name of the
-    exception's class."""
+    """Per reward, how many samples failed for which reason: "time_out", "non_finite", "process_died", or an exception's
+    class name."""
 
 
 class RewardSet:
     """Named rewards and their settings.
 
-    A sample's failure is its own: when a call on a micro-batch raises or times out, its samples are scored again one by
-    one. A sample that fails alone, or whose score is not finite, is NaN in `raw` and counted; it is invalid in the total
-    if that reward has a weight in force. With `on_error: fail` the run ends instead. Mistakes that masking would hide
-    always end it: a UserError, and scores of a wrong shape.
+    A sample's failure is its own: when a call on a micro-batch raises or times out, its samples are scored again one
+    by one. A sample that fails alone, or whose score is not finite, is NaN in `raw` and counted; it is invalid in the
+    total if that reward has a weight in force. With `on_error: fail` the run ends instead. What masking would hide
+    always ends it: a UserError, scores of a wrong shape, a reward whose calls hang again and again.
     """
 
     def __init__(self, rewards: Mapping[str, tuple[RewardConfig, Reward]]) -> None:
@@ -71,14 +71,14 @@ class RewardSet:
         for name, (_, reward) in self._rewards.items():
             if kind not in reward.kinds:
                 raise UserError(
-                    f"Reward {name!r} ({type(reward).__name__}) scores {' or '.join(sorted(reward.kinds))}, but the policy "
-                    f"makes {kind}. Use a reward for {kind}, or train a policy that makes {sorted(reward.kinds)[0]}."
+                    f"Reward {name!r} ({type(reward).__name__}) scores {' or '.join(sorted(reward.kinds))}, but the "
+                    f"policy makes {kind}. Use a reward for {kind}."
                 )
             for field in sorted(reward.fields) if prompts else ():
                 if field not in known:
                     raise UserError(
-                        f"Reward {name!r} reads the field {field!r} of the prompts' records, but the first {len(prompts)} "
-                        f"records have {', '.join(known) or 'no fields'}{did_you_mean(field, known)}."
+                        f"Reward {name!r} reads the field {field!r} of the prompts' records, but the first "
+                        f"{len(prompts)} records have {', '.join(known) or 'no fields'}{did_you_mean(field, known)}."
                     )
 
     def score(
@@ -90,8 +90,8 @@ class RewardSet:
     ) -> RewardResult:
         """Scores every sample with every reward.
 
-        Under grad mode, differentiable rewards with a weight in force keep the gradient from `total` to the samples (use
-        `total[valid]`); the others run without.
+        Under grad mode, differentiable rewards with a weight in force keep the gradient from `total` to the samples
+        (use `total[valid]`); the others run without.
 
         `shuffle` is the control experiment: `total` and `valid` are permuted together over the whole batch, so they say
         nothing about their samples and the reward must not rise. `raw` and `weighted` stay true. The caller passes
@@ -173,7 +173,7 @@ class RewardSet:
     def _score_alone(
         self, name: str, sample: Sample, prompt: Prompt, known: ScoringError | None, failures: Counter[str]
     ) -> Tensor:
-        """[1] float32: the sample's score, or NaN and one more failure. `known` is the error if it already failed alone."""
+        """[1] float32: the sample's score, or NaN and one more failure. `known`: its error, if it was scored alone."""
         try:
             if known is not None:
                 raise known
@@ -195,7 +195,7 @@ class RewardSet:
                 scores = self._processes[name].score(samples, prompts, config.timeout_seconds)
             else:
                 scores = call_in_thread(lambda: reward.score(samples, prompts), config.timeout_seconds)
-        except (ScoringError, TooManyHanging, UserError):
+        except (ScoringError, TooManyHangingError, UserError):
             raise
         except Exception as error:
             raise ScoringError(type(error).__name__, str(error)) from error
@@ -211,6 +211,6 @@ class RewardSet:
     @staticmethod
     def _fatal(name: str, prompt: Prompt, error: ScoringError) -> RuntimeError:
         return RuntimeError(
-            f"Reward {name!r} failed ({error.reason}) on the sample of prompt {prompt.index} ({prompt.text[:80]!r}): {error}. "
-            "`on_error: mask` leaves such samples out and counts them."
+            f"Reward {name!r} failed ({error.reason}) on the sample of prompt {prompt.index} ({prompt.text[:80]!r}): "
+            f"{error}. `on_error: mask` leaves such samples out and counts them."
         )

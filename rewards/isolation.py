@@ -41,14 +41,14 @@ class ScoringError(RuntimeError):
         self.reason = reason
 
 
-class TooManyHanging(RuntimeError):
+class TooManyHangingError(RuntimeError):
     """`MAX_ABANDONED` calls timed out and still run: the reward is broken, and masking more samples would hide it."""
 
 
 def call_in_thread(function: Callable[[], Tensor], seconds: float) -> Tensor:
     """`function()` in a daemon thread with the caller's grad mode and CUDA device.
 
-    Raises ScoringError("time_out") after `seconds`, TooManyHanging, and whatever `function` raises.
+    Raises ScoringError("time_out") after `seconds`, TooManyHangingError, and whatever `function` raises.
     """
     outcome: list[tuple[Tensor | None, BaseException | None]] = []
     grad = torch.is_grad_enabled()
@@ -65,7 +65,7 @@ def call_in_thread(function: Callable[[], Tensor], seconds: float) -> Tensor:
 
     _abandoned[:] = [thread for thread in _abandoned if thread.is_alive()]
     if len(_abandoned) >= MAX_ABANDONED:
-        raise TooManyHanging(f"{MAX_ABANDONED} calls of rewards timed out and still run; what do they wait for?")
+        raise TooManyHangingError(f"{MAX_ABANDONED} calls of rewards timed out and still run; what do they wait for?")
     thread = threading.Thread(target=work, daemon=True, name="reward")
     thread.start()
     thread.join(seconds)
@@ -92,7 +92,7 @@ class RewardProcess:
         self._connection: Connection | None = None
 
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt], seconds: float) -> Tensor:
-        """[B] float32. Raises ScoringError ("time_out", "process_died", or the class name of the reward's exception)."""
+        """[B] float32. Raises ScoringError: "time_out", "process_died", or the name of the exception's class."""
         connection = self._start() if self._connection is None else self._connection
         try:
             _send(connection, (list(samples), list(prompts), seconds))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -37,12 +38,8 @@ def extract_answer(text: str, pattern: re.Pattern[str] | None) -> str | None:
     matches."""
     if pattern is None:
         return text.strip()
-    last = None
-    for last in pattern.finditer(text):
-        pass
-    if last is None:
-        return None
-    return (last.group(1) if pattern.groups else last.group()).strip()
+    last = deque(pattern.finditer(text), maxlen=1)
+    return (last[0].group(1 if pattern.groups else 0) or "").strip() if last else None
 
 
 def normalise_answer(text: str) -> str:
@@ -154,7 +151,7 @@ class LengthConfig(RewardConfig):
     type: Literal["length"] = "length"
     """Length limits; for a target set both limits to it."""
     unit: Literal["words", "tokens"] = "words"
-    """`words`: runs of letters, digits and underscores. `tokens`: the model's own choices, an end of sequence included."""
+    """`words`: runs of letters, digits and underscores. `tokens`: the model's own choices, an end of sequence too."""
     minimum: int | None = Field(default=None, ge=0)
     """Shortest length without penalty."""
     maximum: int | None = Field(default=None, ge=0)

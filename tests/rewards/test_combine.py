@@ -120,7 +120,7 @@ def test_fade_in_is_linear_and_then_constant():
 @pytest.mark.parametrize("rule", [fails_on("bad", ArithmeticError("boom")), lambda text: float("nan")])
 def test_on_error_fail_ends_the_run_and_names_the_reward(rule):
     rewards = RewardSet({"mine": (RewardConfig(on_error="fail"), Rule(rule))})
-    with pytest.raises(RuntimeError, match="'mine' failed .*on_error: mask"):
+    with pytest.raises(RuntimeError, match=r"'mine' failed .*on_error: mask"):
         rewards.score(*texts("a", "bad"), 0)
 
 
@@ -155,7 +155,7 @@ def test_too_many_hanging_calls_end_the_run(monkeypatch):
     monkeypatch.setattr(isolation, "MAX_ABANDONED", 2)
     gate = Gate()
     rewards = RewardSet({"r": (RewardConfig(timeout_seconds=0.02), gate)})
-    with pytest.raises(isolation.TooManyHanging):
+    with pytest.raises(isolation.TooManyHangingError):
         rewards.score(*texts("hang", "hang", "hang", "hang"), 0)
     gate.open.set()
 
@@ -229,9 +229,9 @@ def test_check_refuses_the_wrong_kind_and_unknown_fields():
     rewards = RewardSet({"right": (RewardConfig(), Fielded(len))})
     rewards.check("text")
     rewards.check("text", [Prompt("p", 0, record={}), Prompt("p", 1, record={"answer": "x"})])
-    with pytest.raises(UserError, match="'right' .*scores text, but the policy makes image"):
+    with pytest.raises(UserError, match=r"'right' .*scores text, but the policy makes image"):
         rewards.check("image")
-    with pytest.raises(UserError, match="'answer'.*did you mean 'answers'"):
+    with pytest.raises(UserError, match=r"'answer'.*did you mean 'answers'"):
         rewards.check("text", [Prompt("p", 0, record={"answers": "x"})])
     with pytest.raises(UserError, match="at least one"):
         RewardSet({})
