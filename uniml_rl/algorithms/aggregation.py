@@ -21,9 +21,7 @@ Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor elementwise over all ranks; every rank gets the sum."""
 
 
-def decision_weights(
-    mask: Tensor, mode: AggregationMode, *, groups: Tensor | None = None, constant: float | None = None
-) -> Tensor:
+def decision_weights(mask: Tensor, mode: AggregationMode, *, groups: Tensor | None = None) -> Tensor:
     """The weight of each decision before the global denominator.
 
     With n_b the trained decisions of row b and N_g those of all rows of group g:
@@ -42,7 +40,6 @@ def decision_weights(
     Args:
         mask: [B, T] bool, the trained decisions of whole rows.
         groups: [B] int64, read by `prompt_mean` alone.
-        constant: read by `local_denominator` alone; accepted here so that the two calls look alike.
 
     Returns:
         [B, T] float32, 0 outside of the mask.
@@ -56,32 +53,41 @@ def decision_weights(
     return weights
 
 
-def local_denominator(
-    mask: Tensor,
-    mode: AggregationMode,
-    *,
-    groups: Tensor | None = None,
-    constant: float | None = None,
-    ranks: int | None = None,
-) -> Tensor:
+def local_denominator(mask: Tensor, mode: AggregationMode, *, groups: Tensor | None = None) -> Tensor:
     """This rank's summand of one optimizer step's denominator (table in `decision_weights`): 0-dim float64.
 
-    `mask` covers everything that the rank contributes to the step. The counts of ranks add up; of the constant each
-    of the `ranks` contributes its equal part, so that the sum is the constant itself on any number of them.
-
-    Raises ValueError where the mode needs `groups`, or `constant` and `ranks`, and they are missing.
+    `mask` covers everything that the rank contributes to the step. Raises ValueError for `sum_over_constant`, whose
+    denominator is no sum over ranks.
     """
     if mode == "token_mean":
         count = mask.sum()
     elif mode == "prompt_mean":
         count = (_decisions_per_group(mask, groups)[1] > 0).sum()
-    elif mode == "sum_over_constant":
-        if constant is None or ranks is None:
-            raise ValueError("aggregation mode 'sum_over_constant' needs the constant and the number of ranks.")
-        count = torch.tensor(constant / ranks, dtype=torch.float64, device=mask.device)
-    else:
+    elif mode in ("sequence_mean_token_mean", "sequence_mean_token_sum"):
         count = mask.any(1).sum()
+    else:
+        raise ValueError(f"the denominator of {mode!r} is not a sum over ranks; take `global_denominator`.")
     return count.double()
+
+
+def global_denominator(
+    mask: Tensor,
+    mode: AggregationMode,
+    *,
+    groups: Tensor | None = None,
+    constant: float | None = None,
+    reduce: Reduce | None = None,
+) -> Tensor:
+    """The denominator of one optimizer step over all ranks (`reduce`): 0-dim float64.
+
+    For `sum_over_constant` it is exactly the constant, on any number of ranks; ValueError if there is none.
+    """
+    if mode == "sum_over_constant":
+        if constant is None:
+            raise ValueError("aggregation mode 'sum_over_constant' needs a constant.")
+        return torch.tensor(constant, dtype=torch.float64, device=mask.device)
+    local = local_denominator(mask, mode, groups=groups)
+    return reduce(local) if reduce else local
 
 
 def aggregate(values: Tensor, weights: Tensor, denominator: Tensor | float) -> Tensor:

@@ -151,12 +151,23 @@ class KLSettings(Settings):
     """Steer the coefficient to a target divergence; null: it stays."""
 
     @model_validator(mode="after")
-    def _has_a_gradient(self) -> KLSettings:
+    def _parts_fit(self) -> KLSettings:
         if self.estimator == "k1" and self.placement == "loss":
             raise UserError(
                 "estimator k1 in the loss does nothing: its expected gradient is 0 on-policy. Use k2 in the loss "
                 "(its gradient is that of the reverse KL), or placement: reward."
             )
+        if self.estimator in ("gaussian", "prediction_mse"):
+            if self.placement == "reward":
+                raise UserError(
+                    f"estimator {self.estimator!r} is no estimate from a sample's log-probs, which is what a reward is "
+                    "charged with. Use placement: loss, or estimator: k1."
+                )
+            if self.adaptive is not None:
+                raise UserError(
+                    f"adaptive: the controller steers the KL that is estimated from log-probs, and estimator "
+                    f"{self.estimator!r} does not compute them for the reference. Use k2 or k3, or adaptive: null."
+                )
         return self
 
     def controller(self) -> KLController:
