@@ -1,0 +1,456 @@
+"""The policy that every denoising model shares; a family adds how its model is called, encoded and decoded."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from modalities import samplers
+from modalities.base import Cut, DenoisingSegment, Need, Policy, Replay, Request, Trajectory
+from modalities.denoising_settings import DenoisingSampling, DenoisingSettings
+from modalities.errors import UserError
+from modalities.lora import attach_lora
+from modalities.noise_process import NoiseProcess, sampler_name
+from modalities.pipeline_folder import export_pipeline, load_pipeline
+from modalities.samplers import expand
+from modalities.samples import Prompt, Sample
+from modalities.weights import WeightSets
+
+LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+LORA_TARGETS += ["net.0.proj", "net.2"]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What the denoiser is told about each of b rows: text embeddings, and the guidance away from others."""
+
+    positive: Mapping[str, Tensor]  # name -> [b, ...]
+    negative: Mapping[str, Tensor]  # name -> [b, ...]; empty if no row is guided
+    scale: Tensor  # [b] float32 on the CPU; 1 = no guidance
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One step down the schedule for b rows."""
+
+    mean: Tensor  # [b, ...] float32
+    prediction: Tensor  # [b, ...] float32: the denoiser's output, guided
+    features: Tensor | None  # [b, D] float32
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A sampling run's table: T transitions."""
+
+    sampler: str
+    times: Tensor  # [T + 1]
+    std: Tensor  # [T]
+    guidance_scale: Tensor  # [T]
+
+
+class DenoisingPolicy(Policy):
+    """A text-to-image or text-to-video diffusers pipeline whose denoiser is trained.
+
+    Text encoders and the decoder are frozen. Latents, schedules and log-probs are float32 whatever the model's dtype.
+    """
+
+    denoiser_component: ClassVar[str]
+    lora_targets: ClassVar[list[str]] = LORA_TARGETS
+    reads_max_sequence_length: ClassVar[bool] = False
+    offers: frozenset[Need] = frozenset({"log_prob", "entropy", "mean", "std", "prediction", "features"})
+    settings: DenoisingSettings
+    sampling: DenoisingSampling
+
+    def __init__(
+        self, name: str, settings: DenoisingSettings, sampling: DenoisingSampling, folder: Path, device: str, seed: int
+    ) -> None:
+        self.name, self.settings, self.sampling, self.folder = name, settings, sampling, folder
+        if settings.max_sequence_length is not None and not self.reads_max_sequence_length:
+            raise UserError("max_sequence_length: this model's text encoder has a fixed length; remove the key.")
+        self.device = torch.device(device)
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        self.storage_dtype: torch.dtype = getattr(torch, settings.storage_dtype)
+        self.pipeline = load_pipeline(folder, self.dtype, settings.trust_remote_code, **self.absent_components())
+        self.denoiser: nn.Module = getattr(self.pipeline, self.denoiser_component)
+        self.vae: Any = self.pipeline.vae
+        for component in self.pipeline.components.values():
+            if isinstance(component, nn.Module):
+                component.requires_grad_(False).eval().to(self.device)
+        self.vae.float()
+        if settings.vae_tiling:
+            self.vae.enable_tiling()
+        if settings.lora is None:
+            self.denoiser.float().requires_grad_(True)
+        else:
+            attach_lora(self.denoiser, settings.lora, self.lora_targets, seed)
+            self.denoiser.to(self.device)
+        if settings.gradient_checkpointing:
+            self.denoiser.enable_gradient_checkpointing()  # type: ignore[operator]
+        self.weights = WeightSets(self.trainable_modules())
+        self.process = self.make_process(self.pipeline.scheduler.config)
+        self._version = 0
+        self.schedule(sampling)  # a sampler that does not fit is an error now, not at the first rollout
+
+    # What a family supplies
+
+    def absent_components(self) -> dict[str, None]:
+        """Components of the folder that are not loaded."""
+        return {}
+
+    @abstractmethod
+    def make_process(self, scheduler: Mapping[str, Any]) -> NoiseProcess:
+        """The noise process that the scheduler's configuration stands for."""
+
+    @abstractmethod
+    def encode_prompts(self, texts: list[str]) -> dict[str, Tensor]:
+        """Text embeddings, name -> [len(texts), ...]."""
+
+    @abstractmethod
+    def denoise(self, latents: Tensor, model_times: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
+        """The denoiser's raw output [b, ...]."""
+
+    @abstractmethod
+    def trunk(self) -> nn.Module:
+        """The module whose output, averaged over positions, is the row's features."""
+
+    @abstractmethod
+    def latent_shape(self, sampling: DenoisingSampling) -> tuple[int, ...]:
+        """Shape of one sample's latent; UserError if the size in pixels does not fit."""
+
+    @abstractmethod
+    def sequence_length(self, shape: tuple[int, ...]) -> int:
+        """Number of the denoiser's tokens for a latent of that shape, which some schedules depend on."""
+
+    @abstractmethod
+    def pixels_from_latents(self, latents: Tensor) -> Tensor:
+        """VAE decoding: latents [b, ...] float32 -> pixels in [-1, 1], not yet clamped."""
+
+    @abstractmethod
+    def latents_from_samples(self, samples: Sequence[Sample]) -> Tensor:
+        """VAE encoding, the mean of its posterior: [b, ...] float32."""
+
+    @abstractmethod
+    def samples_from_pixels(self, pixels: Tensor, differentiable: bool) -> list[Sample]:
+        """Pixels [b, ...] in [0, 1] as samples: uint8, or float with the gradient if `differentiable`."""
+
+    # One step, shared by rollout, replay, forward-process losses and reward backpropagation
+
+    def predict(self, latents: Tensor, times: Tensor, condition: Condition) -> Tensor:
+        """The guided output of the denoiser [b, ...] float32 for latents [b, ...] at `times` [b] of the process."""
+        return self._predict(latents, times, condition, with_features=False)[0]
+
+    def transition(
+        self,
+        latents: Tensor,
+        times: Tensor,
+        next_times: Tensor,
+        std: Tensor,
+        sampler: str,
+        condition: Condition,
+        with_features: bool = False,
+    ) -> Transition:
+        """The step `times` -> `next_times` [b] with noise `std` [b] of the kernel `sampler`; differentiable."""
+        prediction, features = self._predict(latents, times, condition, with_features)
+        mean = self.process.mean(sampler, latents.float(), prediction, times, next_times, std)
+        return Transition(mean, prediction, features)
+
+    def _predict(
+        self, latents: Tensor, times: Tensor, condition: Condition, with_features: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        guided = (condition.scale != 1).nonzero().flatten().to(latents.device)
+        positive, negative = condition.positive, {key: value[guided] for key, value in condition.negative.items()}
+        count = len(guided)
+        with _output_of(self.trunk(), wanted=with_features) as outputs:
+            if count == 0:
+                prediction = self._call(latents, times, positive)
+            else:
+                if self.settings.guidance_gradient:
+                    both = {key: torch.cat([negative[key], positive[key]]) for key in positive}
+                    output = self._call(torch.cat([latents[guided], latents]), torch.cat([times[guided], times]), both)
+                    unconditional, prediction = output[:count], output[count:]
+                else:
+                    with torch.no_grad():
+                        unconditional = self._call(latents[guided], times[guided], negative)
+                    prediction = self._call(latents, times, positive)
+                scale = expand(condition.scale.to(prediction)[guided], prediction)
+                guided_rows = unconditional + scale * (prediction[guided] - unconditional)
+                prediction = prediction.index_copy(0, guided, guided_rows)
+        return prediction, _pool(outputs[-1][-len(latents) :]) if with_features else None
+
+    def _call(self, latents: Tensor, times: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
+        # Float32 weights compute in the half precision by autocast; a half-precision base under an adapter as it is.
+        # Stated here so that a surrounding autocast cannot make replay differ from rollout.
+        mixed = self.settings.lora is None and self.dtype != torch.float32
+        dtype = torch.float32 if mixed else self.dtype
+        with torch.autocast(self.device.type, dtype=self.dtype if mixed else torch.bfloat16, enabled=mixed):
+            embeddings = {key: value.to(dtype) for key, value in embeddings.items()}
+            return self.denoise(latents.to(dtype), self.process.model_times(times), embeddings).float()
+
+    # Rollout
+
+    @torch.no_grad()
+    def rollout(self, requests: Sequence[Request], sampling: Any = None) -> Trajectory:
+        return self._generate(list(requests), sampling or self.sampling, clean=None)
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[Prompt], samples: Sequence[Sample], keys: Sequence[Any]) -> Trajectory:
+        """Given samples as a trajectory: the sampler's own transitions with the true clean latent as the prediction.
+
+        The final latents are the samples' own, and the log-prob of the stochastic transitions under the model is, up to
+        weights, the denoising objective. Raises ValueError if the schedule has no stochastic transition to record.
+        """
+        requests = [Request(prompt, prompt.index, key) for prompt, key in zip(prompts, keys, strict=True)]
+        rows = self.settings.decoding_rows
+        latents = [self.latents_from_samples(samples[i : i + rows]).cpu() for i in range(0, len(samples), rows)]
+        return self._generate(requests, self.sampling, clean=torch.cat(latents))
+
+    def schedule(self, sampling: DenoisingSampling) -> Schedule:
+        """The table of `sampling` for this model; UserError if its sampler, window or size does not fit."""
+        sampler = self.process.sampler(sampling)
+        times = self.process.times(sampling, self.sequence_length(self.latent_shape(sampling)))
+        std = self.process.std(times, sampler)
+        if sampling.window is not None:
+            levels = self.process.noise_levels(times[:-1])
+            low, high = sampling.window.steps or sampling.window.noise_levels or (0, 0)
+            place = torch.arange(len(std)) if sampling.window.steps else levels
+            std = torch.where((place >= low) & (place <= high), std, 0.0)
+            if not std.any():
+                allowed = f"steps 0..{len(levels) - 1}, noise levels {[round(level, 4) for level in levels.tolist()]}"
+                raise UserError(
+                    f"sampling.window: no stochastic transition lies in ({low}, {high}); there are {allowed}."
+                )
+        share = torch.arange(len(std)) / len(std)
+        start, end = sampling.guidance_interval
+        scale = torch.where((share >= start) & (share < end), sampling.guidance_scale, 1.0)
+        return Schedule(sampler_name(sampler), times, std, scale)
+
+    def _generate(self, requests: list[Request], sampling: DenoisingSampling, clean: Tensor | None) -> Trajectory:
+        schedule = self.schedule(sampling)
+        is_guided = bool((schedule.guidance_scale != 1).any())
+        positives = [request.prompt.text for request in requests]
+        negatives = [
+            sampling.negative_prompt if request.prompt.negative is None else request.prompt.negative
+            for request in requests
+        ]
+        texts = list(dict.fromkeys(positives + negatives if is_guided else positives))
+        position = {text: index for index, text in enumerate(texts)}
+        num_rows, num_steps = len(requests), len(schedule.std)
+        trained = (schedule.std > 0).expand(num_rows, -1).clone()
+        segment = DenoisingSegment(
+            agent=self.name,
+            group=torch.tensor([request.group for request in requests]),
+            rollout_log_probs=torch.zeros(num_rows, num_steps),
+            trained_mask=trained,
+            length_mask=torch.ones_like(trained),
+            context_mask=torch.zeros_like(trained),
+            log_prob_unit=sampling.log_prob_unit,
+            version=self._version,
+            ended=["complete"] * num_rows,
+            keys=[request.key for request in requests],
+            sampler=schedule.sampler,
+            times=schedule.times.expand(num_rows, -1).clone(),
+            std=schedule.std.expand(num_rows, -1).clone(),
+            guidance_scale=schedule.guidance_scale.expand(num_rows, -1).clone(),
+            conditions=self._encode_texts(texts),
+            condition_index=torch.tensor([position[text] for text in positives]),
+            negative_index=torch.tensor([position[text] if is_guided else -1 for text in negatives]),
+        )
+        stored = [
+            self._denoise_rows(segment, rows, sampling, None if clean is None else clean[rows])
+            for rows in torch.arange(num_rows).split(self.settings.sampling_rows)
+        ]
+        segment.states = {step: torch.cat([states[step] for states in stored]) for step in stored[0]}
+        segment.final_latents = segment.states.pop(num_steps)
+        return Trajectory([segment], requests)
+
+    def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
+        rows = self.settings.sampling_rows
+        parts = [self.encode_prompts(texts[i : i + rows]) for i in range(0, len(texts), rows)]
+        return {key: torch.cat([part[key].cpu() for part in parts]) for key in parts[0]}
+
+    def _denoise_rows(
+        self, segment: DenoisingSegment, rows: Tensor, sampling: DenoisingSampling, clean: Tensor | None
+    ) -> dict[int, Tensor]:
+        """Runs the transitions of some rows, fills their log-probs, and returns the states to keep and the last one."""
+        shape = self.latent_shape(sampling) if clean is None else tuple(clean.shape[1:])
+        keys = [segment.keys[row] for row in rows]
+        generators = [key.generator() for key in keys]
+        starts = [replace(key, sample=-1).generator() for key in keys] if sampling.shared_initial_noise else generators
+        x = self._round(_noise(starts, shape)).to(self.device)
+        states: dict[int, Tensor] = {}
+        for step in range(segment.num_steps):
+            stochastic = bool(segment.std[0, step] > 0)
+            if stochastic:
+                states[step] = x.to("cpu", self.storage_dtype)
+            time, next_time, std = self._table(segment, rows, slice(step, step + 1))
+            if clean is None:
+                condition = self.condition(segment, rows, slice(step, step + 1))
+                mean = self.transition(x, time, next_time, std, segment.sampler, condition).mean
+            else:
+                prediction = self.process.oracle(x, clean.to(self.device), time)
+                mean = self.process.mean(segment.sampler, x, prediction, time, next_time, std)
+            x = mean
+            if stochastic:
+                x = mean + expand(std, mean) * _noise(generators, shape).to(self.device)
+            x = self._round(x)
+            if stochastic:
+                states[step + 1] = x.to("cpu", self.storage_dtype)
+                log_prob = self._log_prob(segment, x, mean, std)
+                segment.rollout_log_probs[rows, step] = log_prob.cpu()
+        states[segment.num_steps] = x.to("cpu", self.storage_dtype)
+        return states
+
+    def _round(self, x: Tensor) -> Tensor:
+        return x.to(self.storage_dtype).float()
+
+    def _log_prob(self, segment: DenoisingSegment, x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+        if segment.sampler == "cps_unnormalised":
+            return samplers.unnormalised_log_prob(x, mean, segment.log_prob_unit)
+        return samplers.gaussian_log_prob(x, mean, std, segment.log_prob_unit)
+
+    def _table(self, segment: DenoisingSegment, rows: Tensor, steps: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """(time, next time, std) of rows x consecutive steps, each flattened to [b * t]."""
+        first, last, _ = steps.indices(segment.num_steps)
+        tables = (segment.times[rows, first:last], segment.times[rows, first + 1 : last + 1], segment.std[rows, steps])
+        time, next_time, std = (table.flatten().to(self.device) for table in tables)
+        return time, next_time, std
+
+    def condition(self, segment: DenoisingSegment, rows: Tensor, steps: slice) -> Condition:
+        """The condition of rows x consecutive steps, flattened to b * t rows."""
+        scale = segment.guidance_scale[rows, steps]
+        repeats = scale.shape[1]
+
+        def gather(index: Tensor) -> dict[str, Tensor]:
+            chosen = index[rows].repeat_interleave(repeats)
+            return {key: value[chosen].to(self.device) for key, value in segment.conditions.items()}
+
+        scale = scale.flatten()
+        negative = gather(segment.negative_index) if bool((scale != 1).any()) else {}
+        return Condition(gather(segment.condition_index), negative, scale)
+
+    # Replay
+
+    def replay(self, trajectory: Trajectory, cut: Cut, needs: frozenset[Need]) -> Replay:
+        """Scores the recorded transitions of `cut` again; see `Policy.replay`.
+
+        Raises ValueError if one of them is deterministic: it has no log-prob, and its latent was not kept.
+        """
+        segment = trajectory.segments[cut.segment]
+        assert isinstance(segment, DenoisingSegment)
+        time, next_time, std = self._table(segment, cut.rows, cut.steps)
+        if not bool((std > 0).all()):
+            raise ValueError("the cut holds a deterministic transition, which has no log-prob and is never trained.")
+        steps = range(*cut.steps.indices(segment.num_steps))
+        x = self._states(segment, cut.rows, steps)
+        condition = self.condition(segment, cut.rows, cut.steps)
+        with_features = "features" in needs
+        step = self.transition(x, time, next_time, std, segment.sampler, condition, with_features)
+
+        def unflatten(values: Tensor) -> Tensor:
+            return values.unflatten(0, (len(cut.rows), len(steps)))
+
+        result = Replay()
+        if "log_prob" in needs:
+            following = self._states(segment, cut.rows, range(steps.start + 1, steps.stop + 1))
+            result.log_prob = unflatten(self._log_prob(segment, following, step.mean, std))
+        if "entropy" in needs:
+            result.entropy = unflatten(samplers.gaussian_entropy(std, x[0].numel(), segment.log_prob_unit))
+        if "mean" in needs:
+            result.mean = unflatten(step.mean)
+        if "std" in needs:
+            result.std = unflatten(std)
+        if "prediction" in needs:
+            result.prediction = unflatten(step.prediction)
+        if step.features is not None:
+            result.features = unflatten(step.features)
+        return result
+
+    def _states(self, segment: DenoisingSegment, rows: Tensor, steps: range) -> Tensor:
+        """The latents before each of `steps`, flattened to [b * t, ...] float32 on the device."""
+        kept = {**segment.states, segment.num_steps: segment.final_latents}
+        return torch.stack([kept[step][rows] for step in steps], dim=1).flatten(0, 1).to(self.device).float()
+
+    def plan(self, trajectory: Trajectory, roots: Tensor, budget: int) -> list[Cut]:
+        """Cuts of at most `budget` rows and one step each, over the trained transitions of this policy's segments."""
+        cuts = []
+        for index, segment in enumerate(trajectory.segments):
+            if segment.agent != self.name or not isinstance(segment, DenoisingSegment):
+                continue
+            mine = torch.isin(trajectory.roots(index), roots)
+            for step in range(segment.num_steps):
+                rows = (mine & segment.trained_mask[:, step]).nonzero().flatten()
+                cuts += [Cut(index, part, slice(step, step + 1)) for part in rows.split(budget) if len(part)]
+        return cuts
+
+    # Decoding
+
+    def decode(self, trajectory: Trajectory, differentiable: bool = False) -> list[Sample]:
+        segment = trajectory.segments[-1]
+        assert isinstance(segment, DenoisingSegment)
+        samples: list[Sample] = []
+        for latents in segment.final_latents.split(self.settings.decoding_rows):
+            samples += self.samples_from_pixels(self.decode_latents(latents, differentiable), differentiable)
+        return samples
+
+    def decode_latents(self, latents: Tensor, differentiable: bool = False) -> Tensor:
+        """Latents [b, ...] -> pixels [b, ...] float32 in [0, 1] on the device; with the gradient if `differentiable`."""
+        with torch.set_grad_enabled(differentiable), torch.autocast(self.device.type, enabled=False):
+            latents = latents.to(self.device).float()
+            if differentiable and self.settings.gradient_checkpointing:
+                pixels = checkpoint(self.pixels_from_latents, latents, use_reentrant=False)
+            else:
+                pixels = self.pixels_from_latents(latents)
+            return (pixels / 2 + 0.5).clamp(0, 1)
+
+    # Weights
+
+    def using(self, weights: str) -> AbstractContextManager[None]:
+        return self.weights.using(weights)
+
+    def keep(self, weights: str) -> None:
+        self.weights.keep(weights)
+
+    def trainable_modules(self) -> dict[str, nn.Module]:
+        return {"denoiser": self.denoiser}
+
+    def export(self, folder: Path) -> None:
+        export_pipeline(self.folder, folder, self.denoiser_component, self.denoiser)
+
+    def weight_state(self) -> dict[str, Tensor]:
+        return self.weights.state()
+
+    def load_weight_state(self, state: dict[str, Tensor]) -> None:
+        self.weights.load_state(state)
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+
+def _noise(generators: Sequence[torch.Generator], shape: tuple[int, ...]) -> Tensor:
+    """[B, ...] on the CPU, each row from its own generator, so that no row depends on the others."""
+    return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+
+
+def _pool(hidden: Tensor) -> Tensor:
+    """[b, L, D] or [b, D, H, W] -> [b, D] float32, the mean over positions."""
+    return hidden.float().mean(1) if hidden.ndim == 3 else hidden.float().flatten(2).mean(2)
+
+
+@contextmanager
+def _output_of(module: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
+    """Collects the outputs of `module` within the context."""
+    outputs: list[Tensor] = []
+    handle = module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output)) if wanted else None
+    try:
+        yield outputs
+    finally:
+        if handle is not None:
+            handle.remove()

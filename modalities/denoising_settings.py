@@ -1,0 +1,139 @@
+"""The configuration that every denoising policy shares: samplers, what one sampling run is, how the model is loaded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from modalities.lora import LoraSettings
+from modalities.settings import Settings
+
+
+class FlowSde(Settings):
+    """Flow-SDE (Flow-GRPO, Liu et al. 2025); flow models."""
+
+    type: Literal["flow_sde"] = "flow_sde"
+    """Selects this sampler."""
+    noise_level: float = Field(default=0.7, gt=0)
+    """The paper's a: noise a * sqrt(sigma / (1 - sigma)) per unit of time; the std of the first transition."""
+
+
+class DanceSde(Settings):
+    """The SDE of DanceGRPO (Xue et al. 2025); flow models."""
+
+    type: Literal["dance_sde"] = "dance_sde"
+    """Selects this sampler."""
+    noise_level: float = Field(default=0.3, gt=0)
+    """The paper's eta: the same noise at every time."""
+
+
+class Cps(Settings):
+    """Coefficients-preserving sampling (Flow-CPS, Wang and Yu 2025); flow models."""
+
+    type: Literal["cps"] = "cps"
+    """Selects this sampler."""
+    noise_level: float = Field(default=0.8, gt=0, le=1)
+    """The paper's a: a share sin(a pi / 2) of the noise is drawn afresh at each step. It contracts the marginals."""
+    log_prob: Literal["gaussian", "unnormalised"] = "gaussian"
+    """`gaussian` is the transition's log-density; `unnormalised` is the paper's -(x' - mean)^2."""
+
+
+class Ddim(Settings):
+    """DDIM with noise (Song et al. 2021), the sampler of DDPO and DPOK; Stable Diffusion 1.x/2.x."""
+
+    type: Literal["ddim"] = "ddim"
+    """Selects this sampler."""
+    eta: float = Field(default=1.0, ge=0, le=1)
+    """Share of DDPM's noise: 1 samples as DDPM, 0 is deterministic."""
+
+
+class Ode(Settings):
+    """The deterministic sampler: Euler steps of a flow, DDIM with eta 0 for a diffusion model. Nothing to train."""
+
+    type: Literal["ode"] = "ode"
+    """Selects this sampler."""
+
+
+Sampler = Annotated[FlowSde | DanceSde | Cps | Ddim | Ode, Field(discriminator="type")]
+
+
+class Window(Settings):
+    """The transitions that are stochastic and trained (MixGRPO, Li et al. 2025); the others are deterministic."""
+
+    steps: tuple[int, int] | None = None
+    """First and last step, counted from 0, both included."""
+    noise_levels: tuple[float, float] | None = None
+    """Lowest and highest noise level at which a transition may start: sigma, or sqrt(1 - alpha) of a diffusion model."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Window:
+        if (self.steps is None) == (self.noise_levels is None):
+            raise ValueError("give exactly one of `steps` and `noise_levels`.")
+        low, high = self.steps if self.steps is not None else self.noise_levels or (0, 0)
+        if not 0 <= low <= high:
+            raise ValueError(f"({low}, {high}) must be ordered and not negative.")
+        return self
+
+
+class DenoisingSampling(Settings):
+    """How samples are drawn; evaluation usually has its own block (no noise, more steps)."""
+
+    steps: int = Field(default=10, ge=1)
+    """Denoising transitions from noise to sample."""
+    sampler: Sampler | None = None
+    """Transition kernel; None takes `flow_sde` for flow models and `ddim` for Stable Diffusion 1.x/2.x."""
+    guidance_scale: float = Field(default=1.0, ge=1)
+    """Classifier-free guidance (Ho and Salimans 2022), in rollout and replay alike; 1 is off and halves the work."""
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    """Guide only the steps i of T with start <= i / T < end (Kynkaanniemi et al. 2024); (0, 1) guides them all."""
+    negative_prompt: str = ""
+    """Negative prompt of every prompt that brings none of its own; read only with guidance."""
+    shift: float | None = Field(default=None, gt=0)
+    """Flow models: a schedule uniform in time and shifted once by this; None takes exactly the schedule of the
+    pipeline's own scheduler (which shifts its last sigma twice)."""
+    window: Window | None = None
+    """Train only these transitions and draw the others without noise; None trains every stochastic one."""
+    shared_initial_noise: bool = False
+    """Samples of one prompt start from the same noise (DanceGRPO); their later noise still differs."""
+    log_prob_unit: Literal["element_mean", "element_sum"] = "element_mean"
+    """A transition's log-prob as the mean or the sum over the latent's elements; clip ranges depend on it."""
+    height: int | None = Field(default=None, ge=1)
+    """Height in pixels; None takes the model's own."""
+    width: int | None = Field(default=None, ge=1)
+    """Width in pixels; None takes the model's own."""
+
+    @model_validator(mode="after")
+    def _interval_is_ordered(self) -> DenoisingSampling:
+        start, end = self.guidance_interval
+        if not 0 <= start < end <= 1:
+            raise ValueError(f"guidance_interval ({start}, {end}) must satisfy 0 <= start < end <= 1.")
+        return self
+
+
+class DenoisingSettings(Settings):
+    """What every denoising policy's block has: a diffusers pipeline folder, and how it is trained and sampled."""
+
+    model: str
+    """Folder or hub id of a diffusers pipeline."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What the denoiser and the text encoders compute in. Trainable weights, latents and the decoder stay float32."""
+    lora: LoraSettings | None = None
+    """Train a low-rank adapter on the denoiser; None trains all of its weights."""
+    trust_remote_code: bool = False
+    """Allow Python code that comes with the model folder to run."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    guidance_gradient: bool = True
+    """Whether gradient also flows through the unconditional branch of the guidance (DDPO: yes; Flow-GRPO: no, which
+    saves time and memory and leaves out a part of the log-prob's gradient)."""
+    max_sequence_length: int | None = Field(default=None, ge=0)
+    """Tokens of the T5 text encoder (Stable Diffusion 3, Wan); None takes the pipeline's default."""
+    storage_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Latents are rounded to this and kept in it between rollout and replay; scored after rounding."""
+    sampling_rows: int = Field(default=16, ge=1)
+    """Rows that are encoded and denoised together in a rollout."""
+    decoding_rows: int = Field(default=4, ge=1)
+    """Rows that the VAE decodes together."""
+    vae_tiling: bool = False
+    """Decode large images tile by tile: less memory, faint seams."""

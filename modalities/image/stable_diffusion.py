@@ -1,0 +1,39 @@
+"""Stable Diffusion 1.x and 2.x: a UNet that predicts epsilon, v or the clean latent, with one CLIP text encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from modalities.errors import UserError
+from modalities.image.base import LatentImagePolicy
+from modalities.noise_process import DiffusionProcess, NoiseProcess
+
+
+class StableDiffusionPolicy(LatentImagePolicy):
+    """A `StableDiffusionPipeline` folder, sampled with DDIM whatever scheduler it names. No safety checker is run."""
+
+    denoiser_component = "unet"
+
+    def absent_components(self) -> dict[str, None]:
+        return {"safety_checker": None, "feature_extractor": None, "image_encoder": None}
+
+    def make_process(self, scheduler: Mapping[str, Any]) -> NoiseProcess:
+        if self._denoiser_config().time_cond_proj_dim is not None:
+            raise UserError(f"model: the UNet of {str(self.folder)!r} is distilled for a guidance input, unsupported.")
+        return DiffusionProcess(scheduler)
+
+    def encode_prompts(self, texts: list[str]) -> dict[str, Tensor]:
+        prompt_embeds, _ = self.pipeline.encode_prompt(texts, self.device, 1, do_classifier_free_guidance=False)
+        return {"prompt_embeds": prompt_embeds}
+
+    def denoise(self, latents: Tensor, model_times: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
+        output: Tensor = self.denoiser(
+            latents, model_times, encoder_hidden_states=embeddings["prompt_embeds"], return_dict=False
+        )[0]
+        return output
+
+    def trunk(self) -> nn.Module:
+        return self.denoiser.mid_block  # type: ignore[return-value]

@@ -1,0 +1,132 @@
+"""A diffusers pipeline folder: what is in it, loading it, counting its parameters, writing it with another denoiser."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from modalities.errors import UserError, did_you_mean
+from modalities.lora import LoraSettings, attach_lora, lora_layers, merged_state_dict, save_adapter
+
+INDEX = "model_index.json"
+
+
+def pipeline_folder(model: str) -> Path:
+    """The local folder of a pipeline that is named by a path or a hub id."""
+    return Path(model).expanduser()
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The folder's `model_index.json`; UserError that says what the folder is instead if it has none."""
+    if not folder.is_dir():
+        raise UserError(f"model: there is no folder {str(folder)!r}; expected a diffusers pipeline with a {INDEX}.")
+    path = folder / INDEX
+    if not path.is_file():
+        hint = ""
+        if (folder / "config.json").is_file():
+            config = json.loads((folder / "config.json").read_text())
+            kind = config.get("_class_name") or (config.get("architectures") or [config.get("model_type")])[0]
+            hint = f" It holds a single model ({kind}): give the pipeline's folder above it, or another policy type."
+        raise UserError(f"model: {str(folder)!r} is not a diffusers pipeline, it has no {INDEX}.{hint}")
+    try:
+        index = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"model: {str(path)!r} is not valid JSON: {error}.") from error
+    if "_class_name" not in index:
+        raise UserError(f"model: {str(path)!r} names no pipeline class (`_class_name`).")
+    return dict(index)
+
+
+def pipeline_class(folder: Path, supported: Iterable[str]) -> str:
+    """The class that the folder's index names; UserError with the supported list if it is another."""
+    supported = sorted(supported)
+    name = read_index(folder)["_class_name"]
+    if name not in supported:
+        raise UserError(
+            f"model: {str(folder)!r} is a {name}, which this policy cannot train; supported are {', '.join(supported)}"
+            f"{did_you_mean(name, supported)}."
+        )
+    return str(name)
+
+
+def load_pipeline(folder: Path, dtype: torch.dtype, trust_remote_code: bool, **components: Any) -> Any:
+    """The pipeline with every component that its index lists; entries that it lists as null stay None."""
+    import diffusers
+
+    index = read_index(folder)
+    for name, entry in index.items():
+        if isinstance(entry, list) and entry[0] is None:
+            components.setdefault(name, None)
+    if trust_remote_code:
+        components["trust_remote_code"] = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # `torch_dtype` has a new name that older releases lack
+            pipeline = getattr(diffusers, index["_class_name"]).from_pretrained(
+                folder, torch_dtype=dtype, local_files_only=True, **components
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"model: {str(folder)!r} cannot be loaded as a {index['_class_name']}: {error}") from error
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def empty_module(folder: Path, component: str) -> nn.Module:
+    """One component of diffusers' own classes, from its configuration, on the meta device."""
+    import diffusers
+
+    library_and_class = read_index(folder).get(component)
+    if not library_and_class or not (folder / component / "config.json").is_file():
+        raise UserError(f"model: {str(folder)!r} has no {component}/config.json.")
+    model_class = getattr(diffusers, library_and_class[1])
+    with torch.device("meta"):
+        module: nn.Module = model_class.from_config(model_class.load_config(folder / component))
+    return module
+
+
+def count_parameters(folder: Path, denoiser: str, lora: LoraSettings | None, targets: list[str]) -> dict[str, int]:
+    """`{"total": ..., "trainable": ...}` of the whole pipeline; no weight is loaded."""
+    module = empty_module(folder, denoiser)
+    if lora is not None:
+        attach_lora(module, lora, targets, seed=0)
+    own = sum(parameter.numel() for parameter in module.parameters())
+    frozen = 0
+    for component, entry in read_index(folder).items():
+        if component != denoiser and isinstance(entry, list) and entry[0] is not None:
+            frozen += sum(_elements(path) for path in (folder / component).glob("*.safetensors"))
+    trainable = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    return {"total": own + frozen, "trainable": trainable}
+
+
+def _elements(path: Path) -> int:
+    with safe_open(path, framework="pt") as tensors:
+        return sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+
+
+def export_pipeline(source: Path, target: Path, component: str, denoiser: nn.Module) -> None:
+    """Writes to `target` the pipeline folder `source` with the denoiser's present weights in place of its own.
+
+    Other components are copied as they are. An adapter is merged, and stands by itself in `target/adapter`.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for name, entry in read_index(source).items():
+        if isinstance(entry, list) and name != component and (source / name).is_dir():
+            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+    for path in source.iterdir():
+        if path.is_file() and path.suffix in (".json", ".md", ".txt", ".py"):
+            shutil.copy2(path, target / path.name)
+    plain = denoiser
+    if lora_layers(denoiser):
+        save_adapter(denoiser, target / "adapter")
+        plain = empty_module(source, component)
+        plain.load_state_dict(merged_state_dict(denoiser), assign=True)
+    plain.save_pretrained(target / component)  # type: ignore[operator]
