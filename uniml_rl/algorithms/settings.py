@@ -326,9 +326,17 @@ class AlgorithmSettings(Settings):
         return SURROGATES[self.surrogate.type](log_ratio, advantages, **self.surrogate.bounds(unit))
 
 
+_REPLAY_TOLERANCES: dict[LogProbUnit, dict[torch.dtype, float]] = {
+    "token": {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1},
+    "element_mean": {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3},
+    "element_sum": {torch.float32: 1e-2, torch.float16: 1.0, torch.bfloat16: 5.0},
+}
+
+
 def replay_tolerance(settings: AlgorithmSettings, dtype: torch.dtype, unit: LogProbUnit) -> float:
-    """Largest mean |replayed - rollout log-prob| that passes the replay check, for a policy computing in `dtype`."""
-    if settings.replay_tolerance is not None:
-        return settings.replay_tolerance
-    rounding = torch.finfo(dtype).eps * (100 if unit == "token" else 10)
-    return max(rounding, 1e-5)
+    """Largest mean |replayed - rollout log-prob| that passes the replay check, for a policy computing in `dtype`.
+
+    The defaults lie a few times above what rounding alone does, and below what a lost temperature, guidance scale or
+    position does.
+    """
+    return settings.replay_tolerance or _REPLAY_TOLERANCES[unit][dtype]
