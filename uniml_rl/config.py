@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import core_schema
 
 from modalities.errors import UserError, did_you_mean
-from uniml_rl.schema import TypedBlock, describe, example, field_options, options, typed_block
+from uniml_rl.schema import TypedBlock, describe, example, field_options, keys_of, options, typed_block
 from uniml_rl.yaml_files import KeyPath, LoadedConfig, dump_yaml, inline_yaml, load_yaml
 
 __all__ = [
@@ -36,7 +36,9 @@ def validate(schema: type[Schema], loaded: LoadedConfig) -> Schema:
     """
     try:
         config = schema.model_validate(loaded.values)
-        found = [(path, "must be a number; NaN is none") for path in _not_a_number(config.model_dump(), ())]
+        found = [
+            (path, "must be a number; NaN is none") for path in _not_a_number(config.model_dump(by_alias=True), ())
+        ]
     except ValidationError as error:
         found = problems(error, schema, loaded.values)
     if not found:
@@ -67,9 +69,11 @@ def _explain(
         below = [option for parent in allowed for option in parent.below(key, value)]
         held = (isinstance(value, Mapping) and key in value) or (isinstance(value, list) and isinstance(key, int))
         last = position == len(location) - 1 and kind in ("extra_forbidden", "missing")
-        if below or held or last:  # else it is pydantic's label of a union's member
+        if below or held or last:
             path, parents, allowed, around = (*path, key), allowed, below, value
             value = value[key] if held else None
+        else:  # pydantic's label of a union's member
+            allowed = [option for option in allowed if option.has_tag(key)] or allowed
     if kind == "extra_forbidden":
         return path, _unknown_key(str(path[-1]), [option.model(around) for option in parents]), False
     if kind == "missing":
@@ -86,12 +90,12 @@ def _unknown_key(key: str, models: Sequence[type[BaseModel] | None]) -> str:
     keys: list[str] = []
     elsewhere: list[str] = []
     for model in models:
-        for name, field in model.model_fields.items() if model else ():
-            keys.append(name)
+        for name, field in keys_of(model).items() if model else ():
+            keys.append(str(name))
             inner = [option.model(None) for option in field_options(field)]
-            elsewhere += [f"{name}.{key}" for block in inner if block and key in block.model_fields]
+            elsewhere += [f"{name}.{key}" for block in inner if block and key in keys_of(block)]
     nearest = f"; did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(key, keys)
-    return f"unknown key; allowed here: {', '.join(keys) or 'nothing'}{nearest}"
+    return f"unknown key; allowed here: {', '.join(dict.fromkeys(keys)) or 'nothing'}{nearest}"
 
 
 def _shown(value: Any) -> str:
@@ -114,7 +118,7 @@ def _not_a_number(value: Any, path: KeyPath) -> Iterator[KeyPath]:
 
 def resolved_dump(config: BaseModel) -> str:
     """The whole config as YAML, defaults included; loading and validating it again gives an equal config."""
-    return dump_yaml(config.model_dump(mode="json"))
+    return dump_yaml(config.model_dump(mode="json", by_alias=True))
 
 
 def difference(old: Any, new: Any, path: str = "") -> list[str]:

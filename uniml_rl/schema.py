@@ -80,7 +80,8 @@ class TypedBlock:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def serialize(block: Settings, info: SerializationInfo) -> dict[str, Any]:
-            return {"type": self.type_of(block), **block.model_dump(mode=info.mode)}
+            values = block.model_dump(mode=info.mode, by_alias=info.by_alias)
+            return {"type": self.type_of(block), **{key: item for key, item in values.items() if key != "type"}}
 
         return core_schema.with_info_plain_validator_function(
             self._validate,
@@ -101,7 +102,9 @@ class TypedBlock:
             reason = PydanticCustomError(COMPONENT_ERROR, "{reason}", {"reason": str(error)})
             details = InitErrorDetails(type=reason, loc=("type",), input=name or {})
             raise ValidationError.from_exception_data(self.what, [details]) from None
-        rest = {key: value for key, value in values.items() if key != "type" or "type" in block.model_fields}
+        # A class that declares its own `type` gets it, unless it was found by its import path.
+        states_type = "type" in block.model_fields and name in self.registry
+        rest = {key: value for key, value in values.items() if key != "type"} | ({"type": name} if states_type else {})
         return block.model_validate(rest, context=info.context)
 
 
@@ -123,18 +126,26 @@ class Option:
     constraints: Mapping[str, Any]
 
     def model(self, values: Any) -> type[BaseModel] | None:
-        """The settings class that validates `values`, if this is a block."""
+        """The settings class that validates `values`, if this is a block and not of another `type` than theirs."""
         if isinstance(self.kind, TypedBlock):
             return self.kind.class_of(values)
-        return self.kind if isinstance(self.kind, type) and issubclass(self.kind, BaseModel) else None
+        if not (isinstance(self.kind, type) and issubclass(self.kind, BaseModel)):
+            return None
+        other_type = isinstance(values, Mapping) and not self.has_tag(values.get("type"))
+        return None if other_type and isinstance(values.get("type"), str) else self.kind
+
+    def has_tag(self, tag: Any) -> bool:
+        """Whether this is a member of a union told apart by `type`, and `tag` is its type."""
+        field = self.kind.model_fields.get("type") if hasattr(self.kind, "model_fields") else None
+        return field is not None and tag in get_args(field.annotation)
 
     def below(self, key: str | int, values: Any) -> list[Option]:
         """What is allowed at `key` inside a value of this kind; nothing if there is no such key."""
         model, origin, arguments = self.model(values), get_origin(self.kind), get_args(self.kind)
+        if model is not None and key in keys_of(model):
+            return field_options(keys_of(model)[key])
         if isinstance(self.kind, TypedBlock) and key == "type":
             return options(str)
-        if model is not None:
-            return field_options(model.model_fields[key]) if key in model.model_fields else []
         if not isinstance(origin, type) or not arguments:
             return []
         if issubclass(origin, Mapping):
@@ -143,6 +154,11 @@ class Option:
             fixed = issubclass(origin, tuple) and Ellipsis not in arguments and key < len(arguments)
             return options(arguments[key] if fixed else arguments[0])
         return []
+
+
+def keys_of(model: type[BaseModel]) -> dict[str | int, FieldInfo]:
+    """The fields of a block by the key that the YAML file has for them."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 CONSTRAINTS = ("gt", "ge", "lt", "le", "multiple_of", "min_length", "max_length", "pattern")
@@ -188,7 +204,7 @@ def example(allowed: Sequence[Option]) -> str:
         return str(kind(min(low, high)) if low <= high else (bounds.get("gt", 0) + high) / 2)
     model = allowed[0].model({}) if allowed else None
     if model is not None:
-        required = [key for key, field in model.model_fields.items() if field.is_required()]
+        required = [key for key, field in keys_of(model).items() if field.is_required()]
         return "{" + ", ".join(f"{key}: ..." for key in required) + "}"
     if get_origin(kind) in (list, tuple, set):
         return f"[{example(allowed[0].below(0, None))}]"
@@ -205,7 +221,7 @@ def _describe(option: Option) -> str:
     if isinstance(kind, TypedBlock):
         return _describe_block(kind)
     if model is not None:
-        return f"a block with the keys {', '.join(model.model_fields)}"
+        return f"a block with the keys {', '.join(map(str, keys_of(model)))}"
     if get_origin(kind) is Literal:
         words = [repr(word) if isinstance(word, str) else inline_yaml(word) for word in get_args(kind)]
         return words[0] if len(words) == 1 else f"one of {', '.join(words)}"

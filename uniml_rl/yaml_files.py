@@ -8,7 +8,8 @@ own folder. What lies on top wins, by four rules:
    `stages: {image-align: {until: {iterations: 3}}}` changes one number of one stage of the base.
 3. Anything else replaces: lists as a whole, scalars, null.
 4. A mapping that states another `type` or `name` than the one below replaces it, because the keys of one component mean
-   nothing to another. At the top of a file and in the items of a list a `name` is a label: there another one merges.
+   nothing to another (on the command line, where one may not see the keys that go, with a warning). At the top of a
+   file and in the items of a list a `name` is a label: there another one merges.
 
 An override `a.b.c=value` is the mapping `{a: {b: {c: value}}}` laid over the file by the same rules. All overrides of a
 command are put together first, so their order matters only where one key is given twice: then the last one counts.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,10 +252,19 @@ def _merge(
         return Located(items, below.where)
     merged = dict(below.value)
     if any(key in merged and key in above.value and merged[key].value != above.value[key].value for key in identities):
+        _warn_of_lost_keys(below, above, path)
         return above
     for key, item in above.value.items():
         merged[key] = _merge(merged[key], item, (*path, key), ("type", "name")) if key in merged else item
     return Located(merged, below.where)
+
+
+def _warn_of_lost_keys(below: Located, above: Located, path: tuple[str, ...]) -> None:
+    """In a file both blocks are in view; who overrides one key of a block may not know of the others."""
+    lost = [key for key in below.value if key not in above.value]
+    if above.where == COMMAND_LINE and lost:
+        block = ".".join(path)
+        warnings.warn(f"{block}: another type leaves behind {block}'s {', '.join(lost)} ({below.where}).", stacklevel=2)
 
 
 def _index(items: Sequence[Located], key: str, where: str, path: tuple[str, ...]) -> int:
