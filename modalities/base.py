@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample
+from modalities.settings import Settings
 from modalities.weights import WeightSets
 
 Need = Literal["log_prob", "entropy", "mean", "std", "prediction", "features"]
@@ -171,12 +172,18 @@ class Policy(ABC):
     feature_size: int
     """D of `Replay.features`: the width that a value head reads; 0 if features are not offered."""
     device: torch.device
+    dtype: torch.dtype
+    """Of the frozen weights, in which forward passes run outside of autocast."""
     weight_sets: WeightSets
     """Named weight sets over the trainable modules: reference, moving average, old policy."""
     version: int = 0
     """Optimizer steps that the current weights have seen."""
     sampling: Any
     """The settings that `rollout` samples with unless it is given others."""
+
+    @abstractmethod
+    def decisions(self) -> list[tuple[str, LogProbUnit]]:
+        """The kind ("tokens", "denoising") and log-prob unit of each segment that `rollout` makes."""
 
     @abstractmethod
     def rollout(self, requests: Sequence[Request], sampling: Any = None) -> Trajectory:
@@ -211,6 +218,15 @@ class Policy(ABC):
         """
         self.weight_sets.keep(weights)
 
+    def average(self, weights: str, decay: float) -> None:
+        """weights <- decay * weights + (1 - decay) * current; makes the set if it is new."""
+        self.weight_sets.average(weights, decay)
+
+    def forget_all(self) -> None:
+        """Drops every kept weight set."""
+        for name in self.weight_sets.names()[1:]:
+            self.weight_sets.drop(name)
+
     @abstractmethod
     def trainable_modules(self) -> dict[str, nn.Module]:
         """The modules that one optimizer step trains together; what is trainable in them has requires_grad."""
@@ -237,6 +253,36 @@ class Policy(ABC):
     def set_version(self, version: int) -> None:
         """States the version of the current weights; it is written into the segments of later rollouts."""
         self.version = version
+
+
+@dataclass(frozen=True)
+class PolicySummary:
+    """What `uniml-rl check` says of a policy without training or sampling."""
+
+    model: str
+    """The model's source and architecture."""
+    sample_kind: Literal["text", "image", "video", "audio"]
+    decisions: list[tuple[str, LogProbUnit]]
+    """As `Policy.decisions`."""
+    parameters: int
+    trainable_parameters: int
+    bytes_per_parameter: int
+    """Of the frozen weights; trainable ones are float32."""
+
+
+class PolicyConfig(Settings):
+    """A policy's block in the YAML file; each family adds its keys and builds itself."""
+
+    sampling: Any
+    """How rollouts are sampled; evaluation replaces keys of it."""
+
+    def build(self, name: str, device: str, seed: int) -> Policy:
+        """The policy, its models on `device`, fresh adapters initialised from `seed`."""
+        raise NotImplementedError
+
+    def inspect(self) -> PolicySummary:
+        """Counts from the model's configuration alone. Raises UserError if the folder is of the wrong kind."""
+        raise NotImplementedError
 
 
 class SamplerBackend(Protocol):

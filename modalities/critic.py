@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -13,13 +11,10 @@ from modalities.settings import Settings
 
 
 class CriticSettings(Settings):
-    """What the value of a decision is computed from."""
+    """The value head; `algorithm.value.source` says what it reads."""
 
-    source: Literal["head", "model"] = "head"
-    """`head` reads the trained policy's own trunk; `model` is a second copy of the policy's model, trained only for
-    values."""
     trunk_gradient: bool = False
-    """Whether the value loss also trains the shared trunk; only with `head`."""
+    """Whether the value loss also trains the policy's trunk; only with `algorithm.value.source: head`."""
     hidden_size: int = Field(default=64, ge=1)
     """Width of the head's hidden layer."""
 

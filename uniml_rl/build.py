@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from modalities.critic import CriticSettings
 from modalities.errors import did_you_mean
 from modalities.settings import Settings
-from uniml_rl.algorithms.presets import resolve_algorithm
+from uniml_rl.algorithms.presets import merge_preset
 from uniml_rl.algorithms.settings import AlgorithmSettings
 from uniml_rl.config import typed_block
 from uniml_rl.engines.base import OptimizerSettings
@@ -32,7 +32,7 @@ PolicyBlock = Annotated[Any, typed_block(POLICIES, "policy")]
 PromptsBlock = Annotated[Any, typed_block(PROMPTS, "prompt source")]
 RewardBlock = Annotated[Any, typed_block(REWARDS, "reward")]
 EngineBlock = Annotated[Any, typed_block(ENGINES, "engine")]
-AlgorithmBlock = Annotated[AlgorithmSettings, BeforeValidator(resolve_algorithm)]
+AlgorithmBlock = Annotated[AlgorithmSettings, BeforeValidator(merge_preset)]
 
 
 class RewardThreshold(Settings):
@@ -85,6 +85,8 @@ class EvaluationSettings(Settings):
     """Keys of the policy's `sampling` block that evaluation replaces (a deterministic sampler, more steps ...)."""
     rewards: dict[str, RewardBlock] = {}
     """Rewards that are measured here and never trained on: held-out judges."""
+    rows_at_once: int = Field(default=64, ge=1)
+    """Samples of one rollout of the evaluation: memory and speed, not the result."""
     seed: int = 1234
     """Seed of the evaluation's samples, the same at every evaluation."""
 
@@ -148,7 +150,6 @@ class StageConfig(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> StageConfig:
-        self.algorithm.check(self.group_size)
         if (self.algorithm.value is None) != (self.critic is None):
             problem = "needs a `critic` block" if self.critic is None else "has no use for the `critic` block; remove it"
             raise ValueError(f"algorithm {self.algorithm.name!r} {problem}")

@@ -19,6 +19,7 @@ class SegmentExperience:
     rollout_log_probs: Tensor
     old_log_probs: Tensor
     advantages: Tensor
+    correction: Tensor | None = None  # weight of each decision against a sampler with other numerics
     reference_log_probs: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
@@ -39,7 +40,7 @@ class Minibatch:
     experience: Experience
     roots: Tensor  # [b] int64 rows of the first segment
     weights: list[Tensor]  # per segment [B, T] float32: each decision's weight, 0 outside of the minibatch
-    denominators: Tensor  # [segments] float64, to be summed over ranks before the first loss
+    denominators: list[Tensor]  # per segment, 0-dim float64, over all ranks
 
 
 def to_segment(trajectory: Trajectory, values: Tensor, valid: Tensor, segment: int) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,8 @@ It knows no modality and no algorithm: policies cut trajectories into micro-batc
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,19 +20,19 @@ from modalities.base import Cut, Policy, Request, Trajectory
 from modalities.randomness import SampleKey, seeded_generator
 from modalities.samples import Prompt, Sample
 from rewards.combine import RewardResult
-from uniml_rl.algorithms.objective import Objective
+from uniml_rl.objective import Objective
 from uniml_rl.build import StageConfig
-from uniml_rl.data.prompts import PromptStream
+from uniml_rl.data.prompts import DrawnPrompt, PromptStream
 from uniml_rl.engines.base import Engine, StepReport
 from uniml_rl.experience import Experience
 from uniml_rl.monitor.metrics import Metrics, peak_memory_gib
-from uniml_rl.monitor.sample_metrics import measure_samples
+from uniml_rl.monitor.samples import log_samples
 
 
 class Scores(Protocol):
     """What the trainer asks of the rewards."""
 
-    def score(self, samples: list[Sample], prompts: list[Prompt], iteration: int) -> RewardResult: ...
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt], iteration: int) -> RewardResult: ...
 
 
 @dataclass(frozen=True)
@@ -45,22 +43,20 @@ class IterationReport:
     reward_mean: float  # mean total reward of the valid samples, NaN if there is none
 
 
-def requests_for(prompts: list[Prompt], group_size: int, first_group: int, key: SampleKey) -> list[Request]:
-    """`group_size` requests for each prompt, in order; a prompt that occurs twice gets two groups of different samples."""
-    occurrences: Counter[int] = Counter()
-    requests = []
-    for position, prompt in enumerate(prompts):
-        first_sample = occurrences[prompt.index] * group_size
-        occurrences[prompt.index] += 1
-        requests += [
-            Request(
-                prompt,
-                first_group + position,
-                SampleKey(key.run_seed, key.stage, key.iteration, prompt.index, first_sample + sample),
-            )
-            for sample in range(group_size)
-        ]
-    return requests
+def requests_for(prompts: Sequence[DrawnPrompt], group_size: int, first_group: int, key: SampleKey) -> list[Request]:
+    """`group_size` requests for each prompt, in order; a prompt that occurs twice gets two groups of other samples.
+
+    `key` gives the run seed, the stage and the iteration.
+    """
+    return [
+        Request(
+            prompt,
+            first_group + position,
+            replace(key, prompt=prompt.index, sample=prompt.repeat * group_size + sample),
+        )
+        for position, prompt in enumerate(prompts)
+        for sample in range(group_size)
+    ]
 
 
 class Trainer:
@@ -93,22 +89,22 @@ class Trainer:
         metrics = Metrics()
         started = time.perf_counter()
         requests = self._requests(iteration)
-        with self._phase(metrics, "rollout"), self.engine.autocast():
+        with metrics.timed("time/rollout"), self.engine.autocast():
             trajectory = self.policy.rollout(requests)
-        with self._phase(metrics, "decode"):
+        with metrics.timed("time/decode"):
             samples = self.policy.decode(trajectory)
-        with self._phase(metrics, "reward"):
+        with metrics.timed("time/reward"):
             result = self.rewards.score(samples, trajectory.leaf_prompts(), iteration)
         minibatches = self._minibatches(trajectory, iteration, epoch=0)
         cuts = [cut for roots in minibatches for cut in self._plan(trajectory, roots)]
-        with self._phase(metrics, "replay"), self.engine.autocast():
+        with metrics.timed("time/replay"), self.engine.autocast():
             self._check_replay(trajectory, cuts)
             experience = self.objective.prepare(self.policy, trajectory, result, cuts, self.engine, metrics)
-        with self._phase(metrics, "update"):
+        with metrics.timed("time/update"):
             for epoch in range(self.stage.algorithm.epochs):
                 for roots in self._minibatches(trajectory, iteration, epoch):
                     self._update(experience, roots, iteration, metrics)
-        self.objective.finish_iteration(metrics)
+        self.objective.finish_iteration(experience, metrics)
         self._measure(metrics, result, samples, trajectory, iteration, time.perf_counter() - started)
         reduced = metrics.reduce(self.engine)
         return IterationReport(reduced, reduced.get("reward/mean", float("nan")))
@@ -139,8 +135,7 @@ class Trainer:
             self._replay_checked = True
 
     def _update(self, experience: Experience, roots: Tensor, iteration: int, metrics: Metrics) -> None:
-        minibatch = self.objective.minibatch(experience, roots)
-        minibatch.denominators = self.engine.sum_over_ranks(minibatch.denominators)
+        minibatch = self.objective.minibatch(experience, roots, self.engine)
         for cut in self._plan(experience.trajectory, roots):
             with self.engine.autocast():
                 loss = self.objective.loss(self.policy, minibatch, cut, iteration, metrics)
@@ -155,7 +150,7 @@ class Trainer:
             metrics.mean(f"gradient/norm/{name}", norm)
         for name, ratio in report.update_weight_ratio.items():
             metrics.mean(f"update/weight_ratio/{name}", ratio)
-        metrics.sum("gradient/skipped_steps", float(report.skipped))
+        metrics.sum("gradient/skipped_steps", report.skipped)
 
     def _measure(
         self,
@@ -167,25 +162,19 @@ class Trainer:
         seconds: float,
     ) -> None:
         metrics.mean("reward/mean", result.total, mask=result.valid)
-        metrics.std("reward/std", result.total, mask=result.valid)
+        metrics.standard_deviation("reward/std", result.total, mask=result.valid)
         for name in result.raw:
             metrics.mean(f"reward/{name}/raw_mean", result.raw[name], mask=result.raw[name].isfinite())
             metrics.mean(f"reward/{name}/weighted_mean", result.weighted[name], mask=result.weighted[name].isfinite())
             metrics.sum(f"reward/{name}/failures", float(sum(result.failures[name].values())))
-        measure_samples(metrics, samples)
+        log_samples(metrics, samples, trajectory.segments[-1].group.tolist())
         decisions = sum(int(segment.length_mask.sum()) for segment in trajectory.segments)
-        metrics.sum("throughput/samples_per_second", len(samples) / seconds)
-        metrics.sum("throughput/decisions_per_second", decisions / seconds)
-        metrics.maximum("time/iteration", seconds)
+        metrics.rate("throughput/samples_per_second", len(samples), seconds)
+        metrics.rate("throughput/decisions_per_second", decisions, seconds)
+        metrics.seconds("time/iteration", seconds)
         metrics.maximum("memory/peak_gib", peak_memory_gib())
         for name, rate in self.engine.learning_rates(iteration).items():
             metrics.last(f"learning_rate/{name}", rate)
-
-    @contextmanager
-    def _phase(self, metrics: Metrics, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        metrics.maximum(f"time/{name}", time.perf_counter() - started)
 
     def state_dict(self) -> dict[str, Any]:
         """What the next iteration depends on besides weights."""

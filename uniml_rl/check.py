@@ -1,0 +1,79 @@
+"""Checks a configuration before anything trains: files, models, rewards, algorithms, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from modalities.errors import UserError
+from rewards.combine import RewardSet
+from uniml_rl.build import RunConfig, StageConfig
+from uniml_rl.config import load_yaml, validate
+
+FIRST_RECORDS = 8
+
+
+def preflight(config: RunConfig) -> None:
+    """Raises UserError for anything that would stop a later stage: missing data, a model folder of the wrong kind, a
+    reward that does not fit, an algorithm that does not fit the policy."""
+    for stage in config.stages:
+        try:
+            _check_stage(config, stage)
+        except UserError as error:
+            raise UserError(f"stage {stage.name!r}: {error}") from error
+
+
+def _check_stage(config: RunConfig, stage: StageConfig) -> None:
+    summary = config.policies[stage.policy].inspect()
+    for kind, unit in summary.decisions:
+        stage.algorithm.check(group_size=stage.group_size, log_prob_unit=unit, kind=kind)
+    if summary.trainable_parameters == 0:
+        raise UserError(f"policies.{stage.policy}: nothing in it is trainable.")
+    prompts = stage.prompts.build(config.seed).first(FIRST_RECORDS)
+    rewards = RewardSet.build(stage.rewards, "cpu")
+    rewards.check(summary.sample_kind, prompts)
+    if stage.evaluation is not None:
+        held_out = stage.evaluation.prompts.build(config.seed).first(FIRST_RECORDS)
+        rewards.check(summary.sample_kind, held_out)
+        if stage.evaluation.rewards:
+            RewardSet.build(stage.evaluation.rewards, "cpu").check(summary.sample_kind, held_out)
+
+
+def check_from_yaml(path: str | Path, overrides: Sequence[str] = ()) -> None:
+    """Validates everything without training, and prints parameters, trainable shares and a memory estimate."""
+    config = validate(RunConfig, load_yaml(path, overrides))
+    preflight(config)
+    console = Console()
+    table = Table(title=f"{config.name}: policies")
+    for column in ("policy", "model", "parameters", "trainable", "share", "weights + optimizer"):
+        table.add_column(column, overflow="fold")
+    for name, policy in config.policies.items():
+        summary = policy.inspect()
+        share = summary.trainable_parameters / summary.parameters
+        table.add_row(
+            name,
+            summary.model,
+            f"{summary.parameters:,}",
+            f"{summary.trainable_parameters:,}",
+            f"{share:.2%}",
+            f"{training_gib(summary.parameters, summary.trainable_parameters, summary.bytes_per_parameter):.2f} GiB",
+        )
+    console.print(table)
+    for index, stage in enumerate(config.stages):
+        rows = stage.prompts_per_iteration * stage.group_size
+        console.print(
+            f"stage {index} [bold]{stage.name}[/]: {stage.algorithm.name} on {stage.policy}, "
+            f"{stage.prompts_per_iteration} prompts x {stage.group_size} samples = {rows} per iteration, "
+            f"rewards {', '.join(stage.rewards)}; ends at {stage.until.model_dump(exclude_none=True)}"
+        )
+    console.print("[green]the configuration is valid[/]")
+
+
+def training_gib(parameters: int, trainable: int, bytes_per_parameter: int) -> float:
+    """GiB of weights, gradients, AdamW's two moments and one kept copy (reference) of the trainable part, all of which
+    is float32; activations, KV cache and rewards' models come on top."""
+    frozen = parameters - trainable
+    return (frozen * bytes_per_parameter + trainable * 4 * 5) / 2**30

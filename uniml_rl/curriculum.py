@@ -1,0 +1,314 @@
+"""The curriculum: opens one stage after the other, decides when each ends, and carries policies from stage to stage."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modalities.base import Policy
+from modalities.critic import Critic, ValueHead
+from modalities.samples import Prompt, Sample
+from rewards.combine import RewardResult, RewardSet
+from uniml_rl.build import RunConfig, StageConfig, UntilSettings, evaluation_sampling
+from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
+from uniml_rl.data.prompts import DrawnPrompt, MixedPromptStream, PromptStream
+from uniml_rl.engines.base import Engine
+from uniml_rl.evaluation import Evaluation, Evaluator, compare, evaluation_metrics
+from uniml_rl.export import export_policy
+from uniml_rl.monitor.progress import Progress
+from uniml_rl.monitor.report import StageReport
+from uniml_rl.monitor.samples import save_before_after, save_samples
+from uniml_rl.monitor.writer import MetricsWriter
+from uniml_rl.objective import PolicyGradientObjective
+from uniml_rl.stage_rewards import StageRewards
+from uniml_rl.trainer import Trainer
+
+
+@dataclass
+class Position:
+    """Where the curriculum stands: everything that decides what happens next, besides the objects' own state."""
+
+    stage: int = 0
+    iteration: int = 0  # finished iterations of the stage
+    total_iterations: int = 0  # finished iterations of the run
+    rewards: list[float] = field(default_factory=list)  # mean total reward of each of them
+
+
+def why_ended(until: UntilSettings, iteration: int, rewards: Sequence[float]) -> str | None:
+    """The condition that ends a stage after `iteration` iterations with these mean rewards, in words; None goes on."""
+    if until.iterations is not None and iteration >= until.iterations:
+        return f"{iteration} iterations"
+    if until.reward is not None:
+        last = rewards[-until.reward.patience :]
+        if len(last) == until.reward.patience and all(reward >= until.reward.threshold for reward in last):
+            return f"reward >= {until.reward.threshold:g} in {until.reward.patience} iterations in a row"
+    if until.plateau is not None and len(rewards) >= 2 * until.plateau.window:
+        window = until.plateau.window
+        gain = math.fsum(rewards[-window:]) / window - math.fsum(rewards[-2 * window : -window]) / window
+        if gain <= until.plateau.minimum_gain:
+            return f"reward gained {gain:.4g} over {window} iterations, not more than {until.plateau.minimum_gain:g}"
+    return None
+
+
+@dataclass
+class OpenStage:
+    """The objects of the stage in progress."""
+
+    config: StageConfig
+    policy: Policy
+    critic: Critic | None
+    trainer: Trainer
+    rewards: StageRewards
+    evaluator: Evaluator | None
+
+
+class Curriculum:
+    """Runs the stages of a configuration in a folder, from wherever its last checkpoint stands."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        engine: Engine,
+        device: str,
+        writer: MetricsWriter,
+        progress: Progress,
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.engine = engine
+        self.device = device
+        self.writer = writer
+        self.progress = progress
+        self.store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
+        self.position = Position()
+        self.policies: dict[str, Policy] = {}
+        self._restored: dict[str, Any] | None = None
+        self._restored_weights: dict[str, Any] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether every stage has ended."""
+        return self.position.stage >= len(self.config.stages)
+
+    def restore(self) -> dict[str, Any] | None:
+        """Takes the newest checkpoint, if there is one, and brings the metrics back to it; returns its manifest."""
+        latest = self.store.latest()
+        if latest is None:
+            self.writer.rewind(-1)
+            return None
+        checkpoint = load_checkpoint(latest)
+        self.position = Position(**checkpoint.state["position"])
+        self._restored, self._restored_weights = checkpoint.state, checkpoint.weights
+        self.writer.rewind(self.position.total_iterations)
+        return checkpoint.manifest
+
+    def run(self) -> None:
+        """Trains until every stage has ended."""
+        while not self.finished:
+            stage = self._open(self.position.stage)
+            self._run_stage(stage)
+
+    # -- one stage -------------------------------------------------------------------------------------------------
+
+    def _run_stage(self, stage: OpenStage) -> None:
+        config, position = stage.config, self.position
+        self.progress.start_stage(
+            config.name, position.stage, len(self.config.stages), config.until.iterations, position.iteration
+        )
+        if position.iteration == 0:
+            self._evaluate(stage)
+        while (reason := why_ended(config.until, position.iteration, position.rewards)) is None:
+            report = stage.trainer.iterate(position.iteration)
+            position.iteration += 1
+            position.total_iterations += 1
+            position.rewards.append(report.reward_mean)
+            if config.ema is not None:
+                stage.policy.average("ema", config.ema.decay)
+            metrics = dict(report.metrics)
+            ended = why_ended(config.until, position.iteration, position.rewards) is not None
+            every = config.evaluation.every if config.evaluation else None
+            if ended or (every and position.iteration % every == 0):
+                metrics |= self._evaluation_metrics(stage)
+            metrics["stage/index"] = float(position.stage)
+            if not ended and position.total_iterations % self.config.checkpoint.every == 0:
+                metrics["time/checkpoint"] = self._save(stage)
+            self.writer.write(config.name, position.iteration, position.total_iterations, metrics)
+            self.progress.advance(position.iteration, metrics)
+        self.progress.note(f"stage {config.name} ended: {reason}")
+        self._close(stage)
+
+    def _close(self, stage: OpenStage) -> None:
+        """Exports the policy, moves on, and saves what later stages need."""
+        export_policy(stage.policy, self.folder / "export" / stage.config.policy)
+        stage.rewards.close()
+        position = self.position
+        position.stage, position.iteration, position.rewards = position.stage + 1, 0, []
+        self._save(None)
+        still_used = {later.policy for later in self.config.stages[position.stage :]}
+        self.policies = {name: policy for name, policy in self.policies.items() if name in still_used}
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluation_path(self, stage: str, iteration: int) -> Path:
+        """Where the evaluation after `iteration` iterations of a stage is kept."""
+        return self.folder / "evaluations" / stage / f"iteration-{iteration:06d}.pt"
+
+    def _evaluation_metrics(self, stage: OpenStage) -> dict[str, float]:
+        if stage.evaluator is None:
+            return {}
+        started = time.perf_counter()
+        name, iteration = stage.config.name, self.position.iteration
+        first_path = self.evaluation_path(name, 0)
+        before = Evaluation.load(first_path) if iteration and first_path.exists() else None
+        metrics = {}
+        weight_sets = {"eval": "current"} | ({"eval_ema": "ema"} if stage.config.ema and iteration else {})
+        for prefix, weights in weight_sets.items():
+            self.progress.activity(f"evaluation of {weights} weights")
+            evaluation = stage.evaluator.run(iteration, weights)
+            metrics |= evaluation_metrics(prefix, evaluation, before)
+            if weights == "current":
+                evaluation.save(self.evaluation_path(name, iteration))
+                save_samples(
+                    self.folder / "samples" / name,
+                    f"iteration-{iteration:06d}",
+                    evaluation.samples,
+                    evaluation.prompt_of_each_sample(),
+                    evaluation.score_lists(),
+                    title=f"{name}, iteration {iteration}",
+                )
+        metrics["time/evaluation"] = time.perf_counter() - started
+        return metrics
+
+    def _evaluate(self, stage: OpenStage) -> None:
+        """The evaluation before a stage, in a row of its own."""
+        metrics = self._evaluation_metrics(stage)
+        if metrics:
+            metrics["stage/index"] = float(self.position.stage)
+            self.writer.write(stage.config.name, 0, self.position.total_iterations, metrics)
+
+    def reports(self) -> list[StageReport]:
+        """Before and after of every finished stage that has held-out evaluations, from the files of the run."""
+        reports = []
+        for config in self.config.stages[: self.position.stage]:
+            paths = sorted((self.folder / "evaluations" / config.name).glob("iteration-*.pt"))
+            if config.evaluation is None or len(paths) < 2:
+                continue
+            before, after = Evaluation.load(paths[0]), Evaluation.load(paths[-1])
+            grid = save_before_after(
+                self.folder / "samples" / config.name,
+                "before_after",
+                before.samples,
+                after.samples,
+                after.prompt_of_each_sample(),
+                before.score_lists(),
+                after.score_lists(),
+            )
+            reports.append(
+                StageReport(config.name, compare(before, after), frozenset(config.evaluation.rewards), (grid,))
+            )
+        return reports
+
+    # -- opening and saving ----------------------------------------------------------------------------------------
+
+    def _open(self, index: int) -> OpenStage:
+        """Builds the stage's objects; takes over the checkpoint's state if the run was restored into this stage."""
+        config, seed = self.config.stages[index], self.config.seed
+        self.progress.activity(f"opening stage {config.name}")
+        policy = self._policy(config.policy)
+        critic = self._critic(config, policy)
+        objective = PolicyGradientObjective(config.algorithm, critic)
+        prompts, rewards = self._prompts(config), self._rewards(config, index)
+        for segment_kind, unit in policy.decisions():
+            config.algorithm.check(group_size=config.group_size, log_prob_unit=unit, kind=segment_kind)
+        rewards.check(policy.sample_kind, prompts.first(8))
+        optimizers = {config.policy: (policy.trainable_modules(), config.optimizer)}
+        if critic is not None and config.critic is not None:
+            optimizers["critic"] = (critic.trainable_modules(), config.critic.optimizer)
+        self.engine.attach(optimizers)
+        trainer = Trainer(policy, prompts, rewards, objective, self.engine, config, index, seed)
+        stage = OpenStage(config, policy, critic, trainer, rewards, self._evaluator(config, policy, rewards, index))
+        if self._restored is not None and self.position.iteration > 0:
+            trainer.load_state_dict(self._restored["trainer"])
+            rewards.load_state_dict(self._restored["rewards"])
+            if critic is not None:
+                critic.load_weight_state(self._restored_weights["critic"])
+        else:
+            policy.forget_all()
+            policy.set_version(0)
+            if objective.needs_reference:
+                policy.keep("reference")
+            if config.ema is not None:
+                policy.average("ema", config.ema.decay)
+        self._restored = None
+        return stage
+
+    def _policy(self, name: str) -> Policy:
+        if name not in self.policies:
+            policy = self.config.policies[name].build(name, self.device, self.config.seed)
+            if name in self._restored_weights:
+                policy.load_weight_state(self._restored_weights.pop(name))
+            self.policies[name] = policy
+        return self.policies[name]
+
+    def _critic(self, config: StageConfig, policy: Policy) -> Critic | None:
+        value = config.algorithm.value
+        if value is None or config.critic is None:
+            return None
+        trunk = None
+        if value.source == "model":
+            trunk = self.config.policies[config.policy].build(f"{config.policy}-critic", self.device, self.config.seed)
+        head = ValueHead((trunk or policy).feature_size, config.critic.hidden_size, self.config.seed)
+        return Critic(head.to(self.device), trunk, config.critic.trunk_gradient)
+
+    def _stage_index(self, name: str) -> int:
+        return [stage.name for stage in self.config.stages].index(name)
+
+    def _prompts(self, config: StageConfig) -> PromptStream:
+        own = config.prompts.build(self.config.seed)
+        if not config.rehearsal:
+            return own
+        earlier = [self.config.stages[self._stage_index(rehearsal.stage)] for rehearsal in config.rehearsal]
+        shares = [rehearsal.share for rehearsal in config.rehearsal]
+        streams = [stage.prompts.build(self.config.seed) for stage in earlier]
+        return MixedPromptStream([own, *streams], [1 - sum(shares), *shares])
+
+    def _rewards(self, config: StageConfig, index: int) -> StageRewards:
+        sources = [config, *(self.config.stages[self._stage_index(r.stage)] for r in config.rehearsal)]
+        sets = [RewardSet.build(source.rewards, self.device) for source in sources]
+        return StageRewards(sets, config.reward_control, self.config.seed, index)
+
+    def _evaluator(self, config: StageConfig, policy: Policy, rewards: StageRewards, index: int) -> Evaluator | None:
+        settings = config.evaluation
+        if settings is None:
+            return None
+        prompts = settings.prompts.build(self.config.seed).first(settings.count)
+        judges = RewardSet.build(settings.rewards, self.device) if settings.rewards else None
+        if judges is not None:
+            judges.check(policy.sample_kind, prompts[:8])
+        sampling = evaluation_sampling(self.config.policies[config.policy], settings)
+        return Evaluator(policy, prompts, rewards.own, judges, settings, sampling, self.engine, index)
+
+    def _save(self, stage: OpenStage | None) -> float:
+        """Writes a checkpoint and returns the seconds it took. Between stages there is no trainer to save."""
+        started = time.perf_counter()
+        self.progress.activity("checkpoint")
+        first_needed = min(self.position.stage, len(self.config.stages) - 1)
+        needed = {config.policy for config in self.config.stages[first_needed:]}
+        weights = {name: policy.weight_state() for name, policy in self.policies.items() if name in needed}
+        state: dict[str, Any] = {"position": vars(self.position) | {"rewards": list(self.position.rewards)}}
+        if stage is not None:
+            state |= {"trainer": stage.trainer.state_dict(), "rewards": stage.rewards.state_dict()}
+            if stage.critic is not None:
+                weights["critic"] = stage.critic.weight_state()
+        stage_name = self.config.stages[first_needed].name
+        self.store.save(self.position.total_iterations, weights, state, {"run": self.config.name, "stage": stage_name})
+        return time.perf_counter() - started
+
+

@@ -1,0 +1,149 @@
+"""Evaluation: held-out prompts, fixed seeds, its own sampling settings, judges that are never trained on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modalities.base import Policy, Request
+from modalities.randomness import SampleKey
+from modalities.samples import Audio, Image, Prompt, Sample, Text, Video
+from rewards.combine import RewardSet
+from uniml_rl.build import EvaluationSettings
+from uniml_rl.engines.base import Engine
+from uniml_rl.monitor.report import PairedDifference, paired_difference
+
+TOTAL = "total"
+"""Name of the weighted sum beside the single rewards."""
+
+_KINDS = {"text": Text, "image": Image, "video": Video, "audio": Audio}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was sampled from held-out prompts, and its scores."""
+
+    prompts: list[Prompt]  # P
+    samples: list[Sample]  # P x S, the samples of a prompt in a row
+    scores: dict[str, Tensor]  # reward name -> [P, S] float32 raw scores, NaN where one failed; and `total`
+
+    def prompt_of_each_sample(self) -> list[Prompt]:
+        """[P x S]"""
+        per_prompt = len(self.samples) // len(self.prompts)
+        return [prompt for prompt in self.prompts for _ in range(per_prompt)]
+
+    def score_lists(self) -> dict[str, list[float]]:
+        """The scores as flat lists of P x S numbers."""
+        return {name: values.flatten().tolist() for name, values in self.scores.items()}
+
+    def save(self, path: Path) -> None:
+        """Writes it aside and renames it, so that an existing file is always whole."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".writing")
+        record = {
+            "prompts": [[prompt.text, prompt.index] for prompt in self.prompts],
+            "samples": [_as_plain(sample) for sample in self.samples],
+            "scores": self.scores,
+        }
+        torch.save(record, aside)
+        os.replace(aside, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Evaluation:
+        """Reads what `save` wrote; nothing in the file is executed."""
+        record = torch.load(path, weights_only=True)
+        prompts = [Prompt(text, index) for text, index in record["prompts"]]
+        return cls(prompts, [_KINDS[kind](**values) for kind, values in record["samples"]], record["scores"])
+
+
+def _as_plain(sample: Sample) -> tuple[str, dict[str, Any]]:
+    values = {field.name: getattr(sample, field.name) for field in fields(sample) if field.name != "kind"}
+    return sample.kind, {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
+
+
+def compare(before: Evaluation, after: Evaluation) -> dict[str, PairedDifference]:
+    """The paired difference of every reward that both measured, over the same prompts."""
+    return {
+        name: paired_difference(before.scores[name], after.scores[name])
+        for name in after.scores
+        if name in before.scores
+    }
+
+
+def evaluation_metrics(prefix: str, evaluation: Evaluation, before: Evaluation | None) -> dict[str, float]:
+    """The evaluation's numbers under their names in the vocabulary; differences only if there was one before."""
+    metrics = {}
+    for name, scores in evaluation.scores.items():
+        valid = scores.isfinite()
+        means = torch.where(valid, scores, 0.0).sum(1) / valid.sum(1)
+        if valid.any():
+            metrics[f"{prefix}/{name}/mean"] = float(means[means.isfinite()].double().mean())
+        metrics[f"{prefix}/{name}/failures"] = float((~valid).sum())
+    for name, paired in (compare(before, evaluation) if before is not None else {}).items():
+        ends = {"": paired.difference, "_low": paired.low, "_high": paired.high}
+        metrics |= {f"{prefix}/{name}/difference{end}": value for end, value in ends.items() if value == value}
+    return metrics
+
+
+class Evaluator:
+    """Evaluates one policy on one stage's held-out prompts; every run of it uses the same seeds."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        prompts: Sequence[Prompt],
+        rewards: RewardSet,
+        judges: RewardSet | None,
+        settings: EvaluationSettings,
+        sampling: Any,
+        engine: Engine,
+        stage_index: int,
+    ) -> None:
+        self.policy = policy
+        self.prompts = list(prompts)
+        self.rewards = rewards
+        self.judges = judges
+        self.settings = settings
+        self.sampling = sampling
+        self.engine = engine
+        self.stage_index = stage_index
+
+    @torch.no_grad()
+    def run(self, iteration: int, weights: str = "current") -> Evaluation:
+        """Samples and scores with a named weight set, some prompts at a time; `iteration` sets faded-in weights."""
+        count = self.settings.samples_per_prompt
+        prompts_at_once = max(1, self.settings.rows_at_once // count)
+        samples: list[Sample] = []
+        for start in range(0, len(self.prompts), prompts_at_once):
+            requests = [
+                Request(prompt, start + position, SampleKey(self.settings.seed, self.stage_index, 0, prompt.index, number))
+                for position, prompt in enumerate(self.prompts[start : start + prompts_at_once])
+                for number in range(count)
+            ]
+            with self.policy.using(weights), self.engine.autocast():
+                trajectory = self.policy.rollout(requests, self.sampling)
+            samples += self.policy.decode(trajectory)
+        prompts = [prompt for prompt in self.prompts for _ in range(count)]
+        result = self.rewards.score(samples, prompts, iteration)
+        scores: dict[str, Tensor] = {TOTAL: result.total, **result.raw}
+        if self.judges is not None:
+            scores |= self.judges.score(samples, prompts, iteration).raw
+        shape = (len(self.prompts), count)
+        return Evaluation(self.prompts, samples, {name: value.view(shape) for name, value in scores.items()})
+
+
+def held_out_names(settings: EvaluationSettings) -> frozenset[str]:
+    """Names of the rewards that are only measured."""
+    return frozenset(settings.rewards)
+
+
+def summary(evaluation: Evaluation) -> Mapping[str, float]:
+    """Mean over prompts of each reward."""
+    metrics = evaluation_metrics("eval", evaluation, None)
+    return {name: metrics[f"eval/{name}/mean"] for name in evaluation.scores if f"eval/{name}/mean" in metrics}

@@ -1,0 +1,86 @@
+"""One run: a YAML file, a folder, and the curriculum in between. The same command again continues it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from modalities.errors import UserError
+from uniml_rl.build import RunConfig
+from uniml_rl.check import preflight
+from uniml_rl.checkpoint import environment_changes, locked
+from uniml_rl.config import difference, load_yaml, resolved_dump, validate
+from uniml_rl.curriculum import Curriculum
+from uniml_rl.monitor.progress import Progress
+from uniml_rl.monitor.report import write_report
+from uniml_rl.monitor.writer import MetricsWriter
+
+CONFIG_FILE = "config.yaml"
+_log = logging.getLogger(__name__)
+
+
+def train_from_yaml(path: str | Path, overrides: Sequence[str] = (), folder: str | Path | None = None) -> None:
+    """Trains what the file describes, from the beginning or from the folder's last checkpoint.
+
+    Raises UserError for a wrong configuration, a folder of another configuration, or a folder in use.
+    """
+    config = validate(RunConfig, load_yaml(path, overrides))
+    run_folder = Path(folder or config.folder or Path("runs") / config.name)
+    with locked(run_folder):
+        _claim(run_folder, config, str(path))
+        train(config, run_folder)
+
+
+def train(config: RunConfig, folder: Path) -> None:
+    """Runs or continues a validated configuration in its folder, and writes the report at the end."""
+    console = Console()
+    engine = config.engine.build()
+    writer = MetricsWriter(folder)
+    with Progress(console) as progress:
+        curriculum = Curriculum(config, folder, engine, config.engine.resolve_device(), writer, progress)
+        manifest = curriculum.restore()
+        if curriculum.finished:
+            progress.note(f"{folder}: this run is finished; nothing is left to train.")
+        else:
+            if manifest is not None:
+                progress.note(f"{folder}: continuing after {curriculum.position.total_iterations} iterations.")
+                for line in environment_changes(manifest):
+                    progress.note(f"changed since the checkpoint, so bits may differ: {line}")
+            progress.activity("checking the configuration")
+            preflight(config)
+            curriculum.run()
+    writer.close()
+    write_report(folder, config.name, curriculum.reports(), next_commands(config, folder), console)
+
+
+def next_commands(config: RunConfig, folder: Path) -> list[str]:
+    """Commands that a user may want to type after a run."""
+    last = config.stages[-1].policy
+    return [
+        f"uniml-rl sample {folder} --prompt 'a prompt of your own'",
+        f"uniml-rl eval {folder}",
+        f"uniml-rl export {folder} --policy {last} --to exported/{last}",
+        f"tensorboard --logdir {folder}",
+    ]
+
+
+def _claim(folder: Path, config: RunConfig, path: str) -> None:
+    """Saves the resolved configuration with a new run, or makes sure that the folder's own is the same."""
+    saved = folder / CONFIG_FILE
+    if not saved.exists():
+        aside = saved.with_suffix(".writing")
+        aside.write_text(resolved_dump(config), encoding="utf-8")
+        aside.rename(saved)
+        return
+    old = load_yaml(saved).values
+    new = config.model_dump(mode="json", by_alias=True)
+    lines = difference({**old, "folder": None}, {**new, "folder": None})
+    if lines:
+        listed = "\n  ".join(lines)
+        raise UserError(
+            f"{folder} holds a run of another configuration; {path} differs from it by\n  {listed}\n"
+            f"Either change {path} back to continue that run, or start a new one with `--folder` and another name."
+        )
