@@ -13,11 +13,13 @@ from peft.tuners.lora import LoraLayer
 from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from modalities.errors import UserError
+from modalities.errors import UserError, did_you_mean
 from modalities.settings import Settings
 
 ADAPTER = "default"
+_ADAPTABLE = (nn.Linear, nn.Conv2d, Conv1D)
 
 
 class LoraSettings(Settings):
@@ -37,21 +39,32 @@ def attach_lora(module: nn.Module, settings: LoraSettings, default_targets: Sequ
 
     Raises UserError if a target names no layer.
     """
-    targets = list(settings.targets or default_targets)
-    names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
-    for target in targets:
-        if not any(name == target or name.endswith("." + target) for name in names):
-            endings = sorted({name.rsplit(".", 1)[-1] for name in names})
-            if settings.targets is not None:
-                raise UserError(f"lora.targets: {target!r} names no layer of the model; its layers end in {endings}.")
-    matching = [t for t in targets if any(name == t or name.endswith("." + t) for name in names)]
+    # Conv1D is GPT-2's linear layer, its weight stored transposed.
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _ADAPTABLE)}
+    endings = sorted({name.rsplit(".", 1)[-1] for name in layers})
+    matching = []
+    for target in settings.targets or default_targets:
+        if any(name == target or name.endswith("." + target) for name in layers):
+            matching.append(target)
+        elif settings.targets is not None:
+            raise UserError(
+                f"lora.targets: {target!r} names no layer of the model; its layers end in {endings}"
+                f"{did_you_mean(target, endings)}."
+            )
     if not matching:
-        raise UserError(f"lora.targets: none of the default targets {targets} is in the model; name them yourself.")
+        raise UserError(
+            f"lora.targets: none of the default targets {list(default_targets)} is in the model; name some of its own: "
+            f"{endings}."
+        )
     module.requires_grad_(False)
     config = LoraConfig(
-        r=settings.rank, lora_alpha=settings.alpha or settings.rank, target_modules=matching, lora_dropout=0.0
+        r=settings.rank,
+        lora_alpha=settings.alpha or settings.rank,  # type: ignore[arg-type]  # peft takes any number
+        target_modules=matching,
+        lora_dropout=0.0,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft sets it itself, per layer
         torch.manual_seed(seed)
         inject_adapter_in_model(config, module, adapter_name=ADAPTER)
     for name, parameter in module.named_parameters():
@@ -69,17 +82,17 @@ def lora_layers(module: nn.Module) -> list[LoraLayer]:
 def is_untrained(module: nn.Module) -> bool:
     """Whether the module has an adapter whose update is still exactly zero (every B is zero)."""
     layers = lora_layers(module)
-    return bool(layers) and all(not layer.lora_B[ADAPTER].weight.detach().any() for layer in layers)
+    return bool(layers) and all(not layer.lora_B.get_parameter(f"{ADAPTER}.weight").detach().any() for layer in layers)
 
 
 @contextmanager
-def adapter_off(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Within the context the modules compute without their adapters."""
+def adapter_switched(modules: Sequence[nn.Module], on: bool) -> Iterator[None]:
+    """Within the context the modules compute with their adapters on, or without them."""
     layers = [layer for module in modules for layer in lora_layers(module)]
     # The flag and not `enable_adapters`, which also flips requires_grad and so would stop training for good.
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
-        layer._disable_adapters = True
+        layer._disable_adapters = not on
     try:
         yield
     finally:
@@ -103,8 +116,8 @@ def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
         if layer is None:
             state[key] = value.detach().clone()
             continue
-        if leaf == "weight":
-            delta = layer.get_delta_weight(ADAPTER).float()
+        if leaf == "weight" and not layer._disable_adapters:
+            delta = layer.get_delta_weight(ADAPTER).float()  # type: ignore[attr-defined]
             lossy |= value.dtype in (torch.bfloat16, torch.float16)
             value = (value.float() + delta).to(value.dtype)
         state[f"{owner}.{leaf}"] = value.detach().clone()

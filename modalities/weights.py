@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from modalities.lora import adapter_off, is_untrained
+from modalities.lora import adapter_switched, is_untrained
 
 CURRENT = "current"
 _ADAPTER_OFF = "adapter_off"
@@ -25,6 +25,8 @@ class WeightSets:
         self.modules = dict(modules)
         self._sets: dict[str, dict[str, Tensor]] = {}
         self._switched_off: set[str] = set()
+        self._active = CURRENT
+        self._live: dict[str, Tensor] = {}  # the current weights while another set is in their place
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by `module.parameter` name."""
@@ -43,6 +45,7 @@ class WeightSets:
         """Makes or refreshes the set `name` from the current weights."""
         if name == CURRENT:
             raise ValueError("the current weights are kept by being there.")
+        self._refuse_while_swapped()
         self._sets.pop(name, None)
         self._switched_off.discard(name)
         if name == "reference" and all(is_untrained(module) for module in self.modules.values()):
@@ -52,12 +55,21 @@ class WeightSets:
 
     def drop(self, name: str) -> None:
         """Forgets a set; nothing happens if it does not exist."""
+        self._refuse_while_swapped()
         self._sets.pop(name, None)
         self._switched_off.discard(name)
 
     @torch.no_grad()
     def average(self, name: str, decay: float) -> None:
         """name <- decay * name + (1 - decay) * current; makes the set from the current weights if it is new."""
+        self._refuse_while_swapped()
+        if name in self._switched_off:
+            # An adapter switched off is the adapter with B = 0; only as such does it have an average.
+            self._switched_off.discard(name)
+            self._sets[name] = {
+                key: torch.zeros_like(value) if "lora_B" in key else value.detach().clone()
+                for key, value in self.parameters().items()
+            }
         if name not in self._sets:
             self.keep(name)
             return
@@ -66,30 +78,39 @@ class WeightSets:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Within the context the modules compute with the set `name`; nothing is copied.
+        """Within the context the modules compute with the set `name`, whatever was in use outside; nothing is copied.
 
-        Raises KeyError if the set was never kept.
+        Meant for computing without gradient: a backward pass must end before the context does. Raises KeyError if the
+        set was never kept.
         """
-        if name == CURRENT:
-            yield
-        elif name in self._switched_off:
-            with adapter_off(list(self.modules.values())):
-                yield
-        elif name in self._sets:
-            parameters = self.parameters()
-            live = {key: parameter.data for key, parameter in parameters.items()}
-            try:
-                for key, parameter in parameters.items():
-                    parameter.data = self._sets[name][key]
-                yield
-            finally:
-                for key, parameter in parameters.items():
-                    parameter.data = live[key]
-        else:
+        if name not in self.names():
             raise KeyError(f"no weight set {name!r} was kept; there are {self.names()}.")
+        outside = self._active
+        self._put_in_place(name)
+        try:
+            with adapter_switched(list(self.modules.values()), on=name not in self._switched_off):
+                yield
+        finally:
+            self._put_in_place(outside)
+
+    def _put_in_place(self, name: str) -> None:
+        parameters = self.parameters()
+        if not self._live and name in self._sets:
+            self._live = {key: parameter.data for key, parameter in parameters.items()}
+        if self._live:
+            for key, tensor in self._sets.get(name, self._live).items():
+                parameters[key].data = tensor
+            if name not in self._sets:
+                self._live = {}
+        self._active = name
+
+    def _refuse_while_swapped(self) -> None:
+        if self._active != CURRENT:
+            raise RuntimeError(f"weight sets cannot change while {self._active!r} is in use.")
 
     def state(self) -> dict[str, Tensor]:
         """The current trainable weights and every kept set, as `set/module.parameter`."""
+        self._refuse_while_swapped()
         state = {f"{CURRENT}/{key}": parameter.detach() for key, parameter in self.parameters().items()}
         for name, tensors in self._sets.items():
             state |= {f"{name}/{key}": value for key, value in tensors.items()}
@@ -99,7 +120,8 @@ class WeightSets:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores `state`; raises ValueError that names missing and unexpected keys."""
+        """Restores `state`; raises ValueError that names missing and unexpected keys, or unequal shapes."""
+        self._refuse_while_swapped()
         parameters = self.parameters()
         sets: dict[str, dict[str, Tensor]] = {}
         switched_off = set()
@@ -116,6 +138,9 @@ class WeightSets:
                     f"weight set {name!r} does not fit the model: missing {sorted(missing)[:5]}, "
                     f"unexpected {sorted(unexpected)[:5]}."
                 )
+            unequal = [key for key, value in tensors.items() if value.shape != parameters[key].shape]
+            if unequal:
+                raise ValueError(f"weight set {name!r} does not fit the model: other shapes for {sorted(unequal)[:5]}.")
         for key, value in sets.pop(CURRENT).items():
             parameters[key].copy_(value)
         self._sets = {

@@ -1,0 +1,393 @@
+"""The text policy: any transformers causal language model, fully trained or through a low-rank adapter."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from modalities.base import Cut, LogProbUnit, Need, Policy, Replay, Request, TokenSegment, Trajectory
+from modalities.errors import UserError
+from modalities.lora import LoraSettings, attach_lora, lora_layers, merged_state_dict, save_adapter
+from modalities.randomness import SampleKey
+from modalities.samples import Prompt, Sample, Text
+from modalities.settings import Settings
+from modalities.sources import loading, resolve_model
+from modalities.tokens import (
+    Decisions,
+    InProcessSampler,
+    TokenSampling,
+    cuts_by_length,
+    left_pad,
+    replay_tokens,
+    score_hidden,
+)
+from modalities.weights import WeightSets
+
+DEFAULT_LORA_TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "down_proj"),  # Llama, Qwen, OPT ...
+    *("c_attn", "c_proj", "c_fc"),  # GPT-2
+    *("query_key_value", "dense_h_to_4h", "dense_4h_to_h"),  # GPT-NeoX, Bloom, Falcon
+    *("qkv_proj", "gate_up_proj", "fc1", "fc2"),  # Phi
+)
+
+
+class TextPolicyConfig(Settings):
+    """A causal language model as a policy."""
+
+    type: Literal["text"] = "text"
+    """Which policy this is."""
+    model: str
+    """Where the model comes from: a hub id, a folder, a .gguf file, `package:NAME==VERSION#FILE` or `bundled:PATH`."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the frozen weights under an adapter. Trainable weights are always float32, so full fine-tuning takes no
+    other; computing in bfloat16 is the engine's `precision`."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention kernel; `auto` is the model's own choice, `flash_attention_2` needs the package flash-attn."""
+    lora: LoraSettings | None = None
+    """A low-rank adapter; None trains every weight."""
+    trust_remote_code: bool = False
+    """Allow code that comes with the model to run."""
+    chat_template: bool | None = None
+    """Wrap prompts in the tokenizer's chat template; None does where it has one."""
+    system_prompt: str | None = None
+    """System message of the chat template."""
+    gradient_checkpointing: bool = False
+    """Compute each layer's activations again in the backward pass instead of keeping them."""
+    logits_chunk: int = Field(default=512, ge=1)
+    """Decisions whose logits exist at the same time while log-probs are computed."""
+    sampling: TokenSampling = TokenSampling()
+    """How responses are drawn for training."""
+
+    @field_validator("sampling")
+    @classmethod
+    def _sampling_can_be_trained(cls, sampling: TokenSampling) -> TokenSampling:
+        if reason := sampling.why_untrainable():
+            raise ValueError(reason)
+        return sampling
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> TextPolicyConfig:
+        if self.lora is None and self.dtype != "float32":
+            raise ValueError(
+                f"dtype: {self.dtype} is the type of frozen weights, but without `lora` every weight is trained, in "
+                "float32. Remove dtype, or add a `lora` block."
+            )
+        if self.system_prompt is not None and self.chat_template is False:
+            raise ValueError("system_prompt needs the chat template, but chat_template is false.")
+        return self
+
+    def build(self, name: str, device: str, seed: int) -> TextPolicy:
+        """Loads the model and its tokenizer; a fresh adapter is initialised from `seed`."""
+        source = resolve_model(self.model, kind="transformers")
+        with loading(self.model):
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=self.trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=getattr(torch, self.dtype),
+                trust_remote_code=self.trust_remote_code,
+                **({} if self.attention == "auto" else {"attn_implementation": self.attention}),
+            )
+        return TextPolicy(name, model, tokenizer, self, torch.device(device), seed)
+
+    def inspect(self) -> dict[str, int]:
+        """Counts from the configuration alone, on the meta device: parameters, trainable, layers, hidden_size and
+        vocabulary."""
+        source = resolve_model(self.model, kind="transformers")
+        with loading(self.model):
+            config = AutoConfig.from_pretrained(source, trust_remote_code=self.trust_remote_code)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
+        if self.lora is not None:
+            attach_lora(model, self.lora, DEFAULT_LORA_TARGETS, seed=0)
+        text = config.get_text_config()
+        return {
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "trainable": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+            "layers": text.num_hidden_layers,
+            "hidden_size": text.hidden_size,
+            "vocabulary": text.vocab_size,
+        }
+
+
+class CausalTokenModel(nn.Module):
+    """A causal language model as a trunk and a head that is applied to chosen positions, in chunks.
+
+    Everything is computed inside `forward`, so that hooks of a sharded engine on this module see it. Raises UserError
+    if the model does more to its logits after the head than is known here.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, logits_chunk: int) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.logits_chunk = logits_chunk
+        config = causal_lm.config.get_text_config()
+        # Gemma caps, Cohere multiplies and Granite divides the logits.
+        self._cap = getattr(config, "final_logit_softcapping", None)
+        self._scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        accepted = inspect.signature(causal_lm.base_model.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
+        self._check_head()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: Any = None,
+        decisions: Decisions | None = None,
+    ) -> Tensor | Replay:
+        """See `modalities.tokens.TokenModel`."""
+        arguments: dict[str, Any] = {"use_cache": cache is not None, self._cache_argument: cache}
+        if self._takes_positions and positions is not None:
+            arguments["position_ids"] = positions
+        hidden = self.causal_lm.base_model(tokens, attention_mask=mask, **arguments).last_hidden_state
+        if decisions is None:
+            return self.head(hidden[:, -1])
+        features = hidden[decisions.rows, decisions.positions]
+        replay = Replay(features=features if "features" in decisions.needs else None)
+        if decisions.needs & {"log_prob", "entropy"}:
+            replay.log_prob, replay.entropy = score_hidden(
+                self.head,
+                features,
+                decisions.tokens,
+                decisions.temperature,
+                "entropy" in decisions.needs,
+                self.logits_chunk,
+            )
+        return replay
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states."""
+        logits = self.causal_lm.get_output_embeddings()(hidden) * self._scale
+        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+
+    def new_cache(self) -> DynamicCache:
+        """An empty key-value cache, with the layer types of the model."""
+        return DynamicCache(config=self.causal_lm.config)
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.causal_lm.device)
+        expected = self.causal_lm(token, use_cache=False).logits[:, -1].float()
+        if not torch.allclose(self(token).float(), expected, rtol=1e-2, atol=1e-2 * float(expected.std())):
+            raise UserError(
+                f"{type(self.causal_lm).__name__} changes its logits after the output embedding in a way that is not "
+                "supported; use a model whose logits are a linear (capped or scaled) function of the hidden states."
+            )
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Makes every decoder layer compute its activations again in the backward pass.
+
+    transformers' own switch only acts in training mode, where dropout would be on too.
+    """
+
+    def checkpointed(forward: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        return run
+
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(
+            f"gradient_checkpointing: {type(model).__name__} has no layers that support it; set it to false."
+        )
+    inner = {id(child) for layer in layers for child in layer.modules() if child is not layer}
+    for layer in layers:
+        if id(layer) not in inner:
+            layer.forward = checkpointed(layer.forward)
+
+
+class TextPolicy(Policy):
+    """Token decisions of a causal language model."""
+
+    sample_kind = "text"
+    offers: frozenset[Need] = frozenset({"log_prob", "entropy", "features"})
+
+    def __init__(
+        self,
+        name: str,
+        causal_lm: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: TextPolicyConfig,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.config = config
+        self.device = device
+        self.sampling = config.sampling
+        if config.lora is not None:
+            attach_lora(causal_lm, config.lora, DEFAULT_LORA_TARGETS, seed)
+        else:
+            causal_lm.requires_grad_(True)
+        causal_lm.eval().to(device)
+        if config.gradient_checkpointing:
+            checkpoint_layers(causal_lm)
+        self.model = CausalTokenModel(causal_lm, config.logits_chunk)
+        self.weight_sets = WeightSets(self.trainable_modules())
+        self.dtype = getattr(torch, config.dtype)
+        self.feature_size = causal_lm.get_output_embeddings().weight.shape[1]
+        self.eos_token_ids = self._eos_token_ids()
+        self.sampler = InProcessSampler(
+            name,
+            self.model,
+            self.tokenize,
+            self.eos_token_ids,
+            device,
+            getattr(causal_lm.config.get_text_config(), "max_position_embeddings", None),
+        )
+
+    def _eos_token_ids(self) -> list[int]:
+        """The ids that end a response: the tokenizer's, the generation config's and the model config's."""
+        model = self.model.causal_lm
+        found: set[int] = set(self.sampling.eos_token_ids or ())
+        for ids in (
+            self.tokenizer.eos_token_id,
+            getattr(model.generation_config, "eos_token_id", None),
+            model.config.get_text_config().eos_token_id,
+        ):
+            if not self.sampling.eos_token_ids and ids is not None:
+                found |= {ids} if isinstance(ids, int) else set(ids)
+        if not found:
+            raise UserError(
+                f"policy {self.name!r}: the model names no end-of-sequence token; set sampling.eos_token_ids."
+            )
+        return sorted(found)
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, in the chat template where that is on; never empty."""
+        has_template = self.tokenizer.chat_template is not None
+        use_template = has_template if self.config.chat_template is None else self.config.chat_template
+        if use_template or self.config.system_prompt is not None:
+            if not has_template:
+                key = "system_prompt" if self.config.system_prompt is not None else "chat_template"
+                raise UserError(f"policy {self.name!r}: {key} is set, but the tokenizer has no chat template.")
+            system = self.config.system_prompt
+            messages = [] if system is None else [{"role": "system", "content": system}]
+            messages.append({"role": "user", "content": prompt.text})
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        else:
+            ids = self.tokenizer(prompt.text).input_ids
+        if ids:
+            return list(ids)
+        start = self.tokenizer.bos_token_id
+        return [self.eos_token_ids[0] if start is None else start]
+
+    def decisions(self) -> list[tuple[str, LogProbUnit]]:
+        """See `Policy.decisions`."""
+        return [("tokens", "token")]
+
+    def rollout(self, requests: Sequence[Request], sampling: TokenSampling | None = None) -> Trajectory:
+        """See `Policy.rollout`; a temperature of 0, top_k or top_p gives rows without trained decisions."""
+        return Trajectory([self.sampler.sample(requests, sampling or self.sampling)], list(requests))
+
+    def replay(self, trajectory: Trajectory, cut: Cut, needs: frozenset[Need]) -> Replay:
+        """See `Policy.replay`; [b, t] (features [b, t, D]) on the policy's device, 0 where there is no decision."""
+        if not needs <= self.offers:
+            raise ValueError(f"a text policy offers {sorted(self.offers)}, not {sorted(needs - self.offers)}.")
+        segment = trajectory.segments[cut.segment]
+        assert isinstance(segment, TokenSegment)
+        return replay_tokens(self.model, segment, cut, needs, self.device)
+
+    def encode(self, prompts: Sequence[Prompt], samples: Sequence[Sample], keys: Sequence[SampleKey]) -> Trajectory:
+        """See `Policy.encode`. An end token follows a finished text. The rollout log-probs are NaN: there was none."""
+        requests = [Request(prompt, prompt.index, key) for prompt, key in zip(prompts, keys, strict=True)]
+        end = self.tokenizer.eos_token_id
+        end = self.eos_token_ids[0] if end is None else end
+        responses = []
+        for sample in samples:
+            assert isinstance(sample, Text)
+            ids = list(self.tokenizer(sample.text, add_special_tokens=False).input_ids)
+            responses.append(torch.tensor([*ids, end] if sample.finished else ids, dtype=torch.long))
+            if not len(responses[-1]):
+                raise ValueError("an empty text that was not finished holds no decision to encode.")
+        tokens = nn.utils.rnn.pad_sequence(responses, batch_first=True)
+        exists = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in responses])[:, None]
+        prompt_tokens, prompt_mask = left_pad([self.tokenize(prompt) for prompt in prompts])
+        segment = TokenSegment(
+            agent=self.name,
+            group=torch.tensor([request.group for request in requests]),
+            rollout_log_probs=torch.full(tokens.shape, torch.nan),
+            trained_mask=exists,
+            length_mask=exists,
+            context_mask=torch.zeros_like(exists),
+            log_prob_unit="token",
+            version=self.version,
+            ended=["eos" if sample.finished else "length" for sample in samples if isinstance(sample, Text)],
+            keys=list(keys),
+            tokens=tokens,
+            prompt_tokens=prompt_tokens,
+            prompt_mask=prompt_mask,
+            prompt_index=torch.arange(len(prompts)),
+            temperature=self.sampling.temperature,
+        )
+        return Trajectory([segment], requests)
+
+    def decode(self, trajectory: Trajectory, differentiable: bool = False) -> list[Sample]:
+        """See `Policy.decode`; special tokens are left out of the text. Tokens have no gradient to keep."""
+        if differentiable:
+            raise ValueError("text is made of discrete tokens: decoding it cannot be differentiable.")
+        segment = trajectory.segments[-1]
+        assert isinstance(segment, TokenSegment)
+        return [
+            Text(
+                str(
+                    self.tokenizer.decode(tokens[exists], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                ),
+                num_tokens=int(exists.sum()),
+                finished=ended == "eos",
+            )
+            for tokens, exists, ended in zip(segment.tokens, segment.length_mask, segment.ended, strict=True)
+        ]
+
+    def trainable_modules(self) -> dict[str, nn.Module]:
+        """See `Policy.trainable_modules`: the one module `model`."""
+        return {"model": self.model}
+
+    def plan(self, trajectory: Trajectory, roots: Tensor, budget: int) -> list[Cut]:
+        """See `Policy.plan`: rows of similar length together, all decisions of a row in one cut."""
+        return [
+            cut
+            for index, segment in enumerate(trajectory.segments)
+            if segment.agent == self.name
+            for cut in cuts_by_length(trajectory, index, roots, budget)
+        ]
+
+    def export(self, folder: Path) -> None:
+        """See `Policy.export`: model, generation config and tokenizer; the adapter, if any, in `adapter/`."""
+        model = self.model.causal_lm
+        folder.mkdir(parents=True, exist_ok=True)
+        if lora_layers(model):
+            model.save_pretrained(folder, state_dict=merged_state_dict(model))
+            save_adapter(model, folder / "adapter")
+        else:
+            model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def set_version(self, version: int) -> None:
+        """See `Policy.set_version`."""
+        super().set_version(version)
+        self.sampler.update_weights(version, [])
