@@ -45,8 +45,8 @@ class PromptStream(ABC):
     def take(self, count: int, rank: int = 0, world_size: int = 1) -> list[DrawnPrompt]:
         """Rank `rank`'s contiguous share of the next `count` prompts; the shares in rank order are the global list.
 
-        The stream moves on by `count` on every rank. Shares differ by at most one prompt if `world_size` does not divide
-        `count`. Raises ValueError for a rank outside the world or a negative count.
+        The stream moves on by `count` on every rank. Shares differ by at most one prompt if `world_size` does not
+        divide `count`. Raises ValueError for a rank outside the world or a negative count.
         """
         if not 0 <= rank < world_size or count < 0:
             raise ValueError(f"take(count={count}) for rank {rank} of {world_size} is not a share of a batch.")
@@ -121,9 +121,9 @@ class RecordPromptStream(PromptStream):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if (state["size"], state["fingerprint"]) != (self.size, self._fingerprint):
             raise UserError(
-                f"{self._what} is not what the checkpoint was made with ({state['size']} prompts then, {self.size} now, "
-                "or their content changed), so the run cannot continue where it was. Restore the data, or start a new "
-                "run in another folder."
+                f"{self._what}: not the prompts that the checkpoint was made with ({state['size']} then, {self.size} "
+                "now; if equal, their content changed), so the run cannot continue where it was. Restore the data, or "
+                "start a new run in another folder."
             )
         self._position = state["position"]
 

@@ -2,38 +2,120 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Mapping
 from types import TracebackType
 
+from rich import progress
 from rich.console import Console
+from rich.text import Text
+
+
+def make_console() -> Console:
+    """A console on standard output that replaces what the output's encoding cannot express; NO_COLOR is respected."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return Console()
 
 
 class Progress:
-    """Shows where the run stands. Use as a context manager on rank 0; other ranks pass `quiet=True`."""
+    """Shows where the run stands. A context manager; ranks other than 0 make it with `quiet=True`."""
 
     def __init__(self, console: Console | None = None, quiet: bool = False) -> None:
-        raise NotImplementedError
+        self._console = console or make_console()
+        self._quiet = quiet
+        self._bars: progress.Progress | None = None
+        if not quiet and self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._bars = progress.Progress(
+                progress.TextColumn("{task.description}", markup=False),
+                progress.BarColumn(bar_width=20),
+                progress.TextColumn("{task.fields[figures]}", markup=False),
+                progress.TextColumn("{task.fields[activity]}", markup=False),
+                console=self._console,
+            )
+        self._task = progress.TaskID(0)
+        self._stage = ""
+        self._iterations: int | None = None
+        self._started = 0.0
+        self._done_before = 0
 
     def __enter__(self) -> Progress:
-        raise NotImplementedError
+        if self._bars is not None:
+            self._bars.start()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        raise NotImplementedError
+        if self._bars is not None:
+            self._bars.stop()
 
     def start_stage(self, name: str, index: int, stages: int, iterations: int | None, done: int = 0) -> None:
-        """A stage begins (or continues after `done` iterations); `iterations` is None if only a condition ends it."""
-        raise NotImplementedError
+        """Stage `index` (from 0) begins, or continues after `done` iterations.
+
+        `iterations` is how many it has at most; None if only a condition ends it.
+        """
+        self._stage = f"{name} {index + 1}/{stages}"
+        self._iterations = iterations
+        self._started, self._done_before = time.monotonic(), done
+        if self._bars is not None:
+            self._task = self._bars.add_task(
+                self._stage, total=iterations, completed=done, figures=self._count(done), activity=""
+            )
+        else:
+            self._print(f"{self._stage}: " + ("starts" if not done else f"continues after {self._count(done)}"))
 
     def activity(self, what: str) -> None:
-        """What goes on right now (rollout, reward, update ...)."""
-        raise NotImplementedError
+        """What goes on right now (rollout, reward, update ...); shown on terminals only."""
+        if self._bars is not None:
+            self._bars.update(self._task, activity=what)
 
     def advance(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Iteration `iteration` (from 1) of the stage is done; shows reward, KL, samples/s and the time left."""
-        raise NotImplementedError
+        """`iteration` iterations of the stage are done, the last with these metrics."""
+        seconds_each = (time.monotonic() - self._started) / max(1, iteration - self._done_before)
+        parts = [self._count(iteration), *_figures(metrics)]
+        if self._iterations is not None:
+            parts.append(f"{_duration(seconds_each * (self._iterations - iteration))} left")
+        if self._bars is not None:
+            self._bars.update(self._task, completed=iteration, figures="  ".join(parts), activity="")
+        else:
+            self._print(f"{self._stage}: iteration " + "  ".join(parts))
 
     def note(self, message: str) -> None:
         """A line that stays, above the bars."""
-        raise NotImplementedError
+        self._print(message)
+
+    def _count(self, iteration: int) -> str:
+        return str(iteration) if self._iterations is None else f"{iteration}/{self._iterations}"
+
+    def _print(self, line: str) -> None:
+        if not self._quiet:
+            self._console.print(Text(line), soft_wrap=True)
+
+
+_SHOWN = {
+    "reward/mean": "reward {:.4g}",
+    "kl/reference": "KL {:.3g}",
+    "throughput/samples_per_second": "{:.3g} samples/s",
+}
+
+
+def _figures(metrics: Mapping[str, float]) -> list[str]:
+    """The iteration's main figures, and whatever went wrong in it."""
+    shown = [pattern.format(metrics[name]) for name, pattern in _SHOWN.items() if name in metrics]
+    for name, value in metrics.items():
+        if name.startswith("nonfinite/"):
+            shown.append(f"{value:.0f} non-finite in {name.removeprefix('nonfinite/')}")
+        elif name.startswith("reward/") and name.endswith("/failures") and value:
+            shown.append(f"{value:.0f} failures of {name.split('/')[1]}")
+        elif name == "gradient/skipped_steps" and value:
+            shown.append(f"{value:.0f} steps skipped")
+    return shown
+
+
+def _duration(seconds: float) -> str:
+    """h:mm:ss, or m:ss below an hour."""
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

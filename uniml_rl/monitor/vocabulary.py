@@ -1,4 +1,4 @@
-"""Every metric that a run may log, each with its unit, its reduction and its formula; docs/metrics.md is made from it."""
+"""Every metric that a run may log, with its unit, reduction and formula; docs/metrics.md is made from this table."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from functools import lru_cache
 from typing import Literal
 
 from modalities.errors import did_you_mean
+from uniml_rl.monitor.tables import Markup, markdown_table
 
-Reduction = Literal["mean", "sum", "maximum", "last", "standard deviation", "explained variance", "seconds", "rate"]
+Reduction = Literal[
+    "mean", "sum", "maximum", "last", "standard deviation", "explained variance", "sum per rank", "rate"
+]
 
 REDUCTIONS: dict[Reduction, str] = {
     "mean": "sum of the values over the number of values, over every rank and micro-batch; absent over nothing",
@@ -19,7 +22,8 @@ REDUCTIONS: dict[Reduction, str] = {
     "standard deviation": "population standard deviation (ddof 0) of all values of all ranks",
     "explained variance": "1 − Var(target − prediction) / Var(target) over all values of all ranks; absent if the "
     "target is constant",
-    "seconds": "seconds summed on each rank, then those of the slowest rank",
+    "sum per rank": "sum over a rank's calls, then the largest over ranks: steps that all take together, seconds of "
+    "the slowest",
     "rate": "count summed over ranks, over the seconds of the slowest rank",
 }
 
@@ -40,7 +44,9 @@ METRICS: dict[str, Metric] = {
     "reward/std": Metric("reward", "standard deviation", "Of the weighted sum over all samples of the iteration."),
     "reward/{reward}/raw_mean": Metric("the reward's own", "mean", "The reward before its weight, over valid samples."),
     "reward/{reward}/raw_std": Metric("the reward's own", "standard deviation", "The same values' spread."),
-    "reward/{reward}/weighted_mean": Metric("reward", "mean", "The reward times its current weight, over valid samples."),
+    "reward/{reward}/weighted_mean": Metric(
+        "reward", "mean", "The reward times its current weight, over valid samples."
+    ),
     "reward/{reward}/weight": Metric("1", "last", "The weight in force, which a fade-in changes."),
     "reward/{reward}/failures": Metric(
         "samples", "sum", "Samples without a score: an exception, a time-out or a non-finite value. They are masked."
@@ -48,7 +54,9 @@ METRICS: dict[str, Metric] = {
     "group/without_signal_share": Metric(
         "share", "mean", "Groups whose advantages are all 0: equal rewards, or fewer than two valid samples."
     ),
-    "group/dropped": Metric("groups", "sum", "Groups left out of the update, because they were incomplete or filtered."),
+    "group/dropped": Metric(
+        "groups", "sum", "Groups left out of the update, because they were incomplete or filtered."
+    ),
     "kl/reference": Metric(
         "nats per decision, or squared velocity",
         "mean",
@@ -61,41 +69,55 @@ METRICS: dict[str, Metric] = {
         "nats per decision", "mean", "Entropy of the distribution of each trained decision at the sampling temperature."
     ),
     "policy/clip_share": Metric("share", "mean", "Trained decisions whose gradient the clipping removed."),
-    "policy/ratio_mean": Metric("1", "mean", "exp(log p_current − log p_old) over trained decisions; 1 at the first update."),
+    "policy/ratio_mean": Metric(
+        "1", "mean", "exp(log p_current − log p_old) over trained decisions; 1 at the first update."
+    ),
     "policy/ratio_max_deviation": Metric("1", "maximum", "Largest |ratio − 1| over trained decisions."),
     "policy/kl_old": Metric(
         "nats per decision", "mean", "k3 estimate of the distance between the policy that sampled and the current one."
     ),
-    "loss/total": Metric("1", "sum", "What was differentiated: the sum of all terms with their factors, mean over updates."),
+    "loss/total": Metric(
+        "1", "sum", "What was differentiated: the sum of all terms with their factors, mean over updates."
+    ),
     "loss/policy": Metric("1", "sum", "The clipped surrogate or other policy objective, globally normalised."),
     "loss/value": Metric("1", "sum", "Half the (clipped) squared error of the value head, before its factor."),
     "loss/kl": Metric("1", "sum", "The KL term of the loss, before its coefficient."),
     "loss/entropy": Metric("1", "sum", "The entropy bonus with its sign, before its coefficient."),
-    "value/explained_variance": Metric("1", "explained variance", "Of the returns by the critic's values before the update."),
+    "value/explained_variance": Metric(
+        "1", "explained variance", "Of the returns by the critic's values before the update."
+    ),
     "rollout/mismatch": Metric(
         "nats per decision",
         "mean",
         "|log p_old − log p_rollout| over trained decisions: training's own numerics against the sampler's.",
     ),
     "rollout/near_ties": Metric(
-        "draws", "sum", "Token draws whose uniform number lay within rounding of an edge of the cumulative distribution."
+        "draws",
+        "sum",
+        "Token draws whose uniform number lay within rounding of an edge of the cumulative distribution.",
     ),
     "gradient/norm": Metric("1", "mean", "L2 norm of the gradient over all trained parameters before clipping."),
     "gradient/norm/{module}": Metric("1", "mean", "The same for one optimizer's modules."),
-    "gradient/skipped_steps": Metric("steps", "maximum", "Optimizer steps skipped for a non-finite gradient; the same on all ranks."),
+    "gradient/skipped_steps": Metric(
+        "steps", "sum per rank", "Optimizer steps of the iteration that were skipped for a non-finite gradient."
+    ),
     "update/weight_ratio": Metric("1", "mean", "‖Δw‖ / ‖w‖ of an optimizer step over the trained parameters."),
     "update/weight_ratio/{module}": Metric("1", "mean", "The same for one optimizer's modules."),
     "learning_rate/{module}": Metric("1", "last", "Learning rate of that module's optimizer at this iteration."),
-    "time/rollout": Metric("s", "seconds", "Sampling."),
-    "time/decode": Metric("s", "seconds", "From latents or tokens to samples."),
-    "time/reward": Metric("s", "seconds", "Scoring."),
-    "time/replay": Metric("s", "seconds", "Replays without gradient: old and reference log-probs, critic's values."),
-    "time/update": Metric("s", "seconds", "Replays with gradient, backward and optimizer steps."),
-    "time/evaluation": Metric("s", "seconds", "Evaluation on held-out prompts."),
-    "time/checkpoint": Metric("s", "seconds", "Writing a checkpoint."),
-    "time/iteration": Metric("s", "seconds", "The whole iteration, without evaluation and checkpoint."),
+    "time/rollout": Metric("s", "sum per rank", "Sampling."),
+    "time/decode": Metric("s", "sum per rank", "From latents or tokens to samples."),
+    "time/reward": Metric("s", "sum per rank", "Scoring."),
+    "time/replay": Metric(
+        "s", "sum per rank", "Replays without gradient: old and reference log-probs, critic's values."
+    ),
+    "time/update": Metric("s", "sum per rank", "Replays with gradient, backward and optimizer steps."),
+    "time/evaluation": Metric("s", "sum per rank", "Evaluation on held-out prompts."),
+    "time/checkpoint": Metric("s", "sum per rank", "Writing a checkpoint."),
+    "time/iteration": Metric("s", "sum per rank", "The whole iteration, without evaluation and checkpoint."),
     "throughput/samples_per_second": Metric("samples/s", "rate", "Samples of the iteration over its time."),
-    "throughput/decisions_per_second": Metric("decisions/s", "rate", "Trained decisions of the iteration over its time."),
+    "throughput/decisions_per_second": Metric(
+        "decisions/s", "rate", "Decisions of the iteration, trained or not, over its time."
+    ),
     "memory/peak_gib": Metric(
         "GiB", "maximum", "Largest resident set of a process so far, or of a device's allocations if there is one."
     ),
@@ -104,8 +126,8 @@ METRICS: dict[str, Metric] = {
     "text/distinct_1": Metric(
         "share",
         "mean",
-        "Different words over all words of the texts of one group, mean over groups that have a word. Words are split at "
-        "white space and lower-cased.",
+        "Different words over all words of the texts of one group, mean over groups that have a word. Words are split "
+        "at white space and lower-cased.",
     ),
     "text/distinct_2": Metric("share", "mean", "The same for pairs of neighbouring words within a text."),
     "stage/index": Metric("1", "last", "Number of the curriculum's stage, from 0."),
@@ -117,8 +139,10 @@ METRICS: dict[str, Metric] = {
 for _weights, _whose in (("eval", "raw"), ("eval_ema", "EMA")):
     METRICS |= {
         f"{_weights}/{{reward}}/mean": Metric(
-            "the reward's own", "last", f"Raw reward with {_whose} weights on the held-out prompts: mean over prompts of the "
-            "mean over a prompt's valid samples."
+            "the reward's own",
+            "last",
+            f"Raw reward with {_whose} weights on the held-out prompts: mean over prompts of the "
+            "mean over a prompt's valid samples.",
         ),
         f"{_weights}/{{reward}}/difference": Metric(
             "the reward's own", "last", "The same minus the value before the stage, paired by prompt."
@@ -129,7 +153,9 @@ for _weights, _whose in (("eval", "raw"), ("eval_ema", "EMA")):
         f"{_weights}/{{reward}}/difference_high": Metric("the reward's own", "last", "Its upper end."),
         f"{_weights}/{{reward}}/failures": Metric("samples", "last", "Held-out samples without a score."),
         f"{_weights}/text/length_mean": Metric("tokens", "last", "As `text/length_mean`, on the held-out samples."),
-        f"{_weights}/text/finished_share": Metric("share", "last", "As `text/finished_share`, on the held-out samples."),
+        f"{_weights}/text/finished_share": Metric(
+            "share", "last", "As `text/finished_share`, on the held-out samples."
+        ),
         f"{_weights}/text/distinct_1": Metric("share", "last", "As `text/distinct_1`, on the held-out samples."),
         f"{_weights}/text/distinct_2": Metric("share", "last", "As `text/distinct_2`, on the held-out samples."),
         f"{_weights}/kl": Metric("as kl/reference", "last", "As `kl/reference`, on the held-out samples."),
@@ -160,3 +186,35 @@ def define(name: str) -> Metric:
         f"metric {name!r} is not in the vocabulary{did_you_mean(name, METRICS)} "
         "Every metric is defined in uniml_rl/monitor/vocabulary.py and docs/metrics.md."
     )
+
+
+def metrics_page() -> str:
+    """The text of docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every figure in `metrics.jsonl` and TensorBoard. A run cannot log a metric that is not in this table, nor with",
+        "another reduction. One row is one iteration: one rollout and its updates. This page is made by",
+        "`python -m uniml_rl.monitor.vocabulary > docs/metrics.md`.",
+        "",
+        "All ranks reduce the union of their metrics' names. NaN and infinite values are left out of a metric and",
+        "counted in `nonfinite/{metric}`; a mean over nothing is absent, never 0. Partial results are float64.",
+        "",
+        "## Reductions",
+        "",
+        *markdown_table(["reduction", "meaning"], [[name, meaning] for name, meaning in REDUCTIONS.items()]),
+        "",
+        "## Vocabulary",
+        "",
+        "`{reward}`, `{module}` and `{metric}` stand for names.",
+        "",
+    ]
+    rows = [
+        [Markup(f"`{name}`"), metric.unit, metric.reduction, Markup(metric.definition.replace("|", r"\|"))]
+        for name, metric in METRICS.items()
+    ]
+    return "\n".join([*lines, *markdown_table(["metric", "unit", "reduction", "definition"], rows), ""])
+
+
+if __name__ == "__main__":
+    print(metrics_page(), end="")
