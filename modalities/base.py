@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from modalities.errors import UserError
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample
 from modalities.settings import Settings
@@ -169,16 +170,16 @@ class Policy(ABC):
     sample_kind: Literal["text", "image", "video", "audio"]
     offers: frozenset[Need]
     """What `replay` can give."""
-    feature_size: int
+    feature_size: int = 0
     """D of `Replay.features`: the width that a value head reads; 0 if features are not offered."""
-    device: torch.device
-    dtype: torch.dtype
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
     """Of the frozen weights, in which forward passes run outside of autocast."""
     weight_sets: WeightSets
     """Named weight sets over the trainable modules: reference, moving average, old policy."""
     version: int = 0
     """Optimizer steps that the current weights have seen."""
-    sampling: Any
+    sampling: Any = None
     """The settings that `rollout` samples with unless it is given others."""
 
     @abstractmethod
@@ -196,9 +197,12 @@ class Policy(ABC):
     def replay(self, trajectory: Trajectory, cut: Cut, needs: frozenset[Need]) -> Replay:
         """Scores the recorded decisions of `cut` again under the current weights; differentiable under grad mode."""
 
-    @abstractmethod
     def encode(self, prompts: Sequence[Prompt], samples: Sequence[Sample], keys: Sequence[SampleKey]) -> Trajectory:
-        """Given samples as a trajectory, as if the policy had made them (supervised and preference objectives)."""
+        """Given samples as a trajectory, as if the policy had made them (supervised and preference objectives).
+
+        Raises UserError for a policy that does not offer it.
+        """
+        raise UserError(f"policy {self.name!r} ({type(self).__name__}) cannot take given samples as its own.")
 
     @abstractmethod
     def decode(self, trajectory: Trajectory, differentiable: bool = False) -> list[Sample]:
@@ -231,12 +235,18 @@ class Policy(ABC):
     def trainable_modules(self) -> dict[str, nn.Module]:
         """The modules that one optimizer step trains together; what is trainable in them has requires_grad."""
 
-    @abstractmethod
     def plan(self, trajectory: Trajectory, roots: Tensor, budget: int) -> list[Cut]:
         """Cuts the rows that descend from the first segment's rows `roots` into micro-batches.
 
         `budget` is the number of rows that one micro-batch may hold. Every trained decision lies in exactly one cut.
+        Here: rows in order, with all their steps.
         """
+        return [
+            Cut(index, rows, slice(0, segment.num_steps))
+            for index, segment in enumerate(trajectory.segments)
+            for rows in torch.isin(trajectory.roots(index), roots).nonzero().flatten().split(budget)
+            if len(rows)
+        ]
 
     @abstractmethod
     def export(self, folder: Path) -> None:
@@ -273,7 +283,7 @@ class PolicySummary:
 class PolicyConfig(Settings):
     """A policy's block in the YAML file; each family adds its keys and builds itself."""
 
-    sampling: Any
+    sampling: Any = None
     """How rollouts are sampled; evaluation replaces keys of it."""
 
     def build(self, name: str, device: str, seed: int) -> Policy:
@@ -281,8 +291,17 @@ class PolicyConfig(Settings):
         raise NotImplementedError
 
     def inspect(self) -> PolicySummary:
-        """Counts from the model's configuration alone. Raises UserError if the folder is of the wrong kind."""
-        raise NotImplementedError
+        """Counts parameters. Raises UserError if the folder is of the wrong kind. Here: builds the policy to count."""
+        policy = self.build("inspected", "cpu", 0)
+        parameters = [p for module in policy.trainable_modules().values() for p in module.parameters()]
+        return PolicySummary(
+            type(policy).__name__,
+            policy.sample_kind,
+            policy.decisions(),
+            sum(p.numel() for p in parameters),
+            sum(p.numel() for p in parameters if p.requires_grad),
+            policy.dtype.itemsize,
+        )
 
 
 class SamplerBackend(Protocol):
