@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from modalities import samplers
-from modalities.base import Cut, DenoisingSegment, Need, Policy, Replay, Request, Trajectory
+from modalities.base import Cut, DenoisingSegment, LogProbUnit, Need, Policy, Replay, Request, Trajectory
 from modalities.denoising_settings import DenoisingSampling, DenoisingSettings
 from modalities.errors import UserError
+from modalities.guidance import Condition, guided_prediction, mean_over_positions, outputs_of
 from modalities.lora import attach_lora
 from modalities.noise_process import NoiseProcess, sampler_name
 from modalities.pipeline_folder import export_pipeline, load_pipeline
@@ -26,15 +26,6 @@ from modalities.weights import WeightSets
 
 LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 LORA_TARGETS += ["net.0.proj", "net.2"]
-
-
-@dataclass(frozen=True)
-class Condition:
-    """What the denoiser is told about each of b rows: text embeddings, and the guidance away from others."""
-
-    positive: Mapping[str, Tensor]  # name -> [b, ...]
-    negative: Mapping[str, Tensor]  # name -> [b, ...]; empty if no row is guided
-    scale: Tensor  # [b] float32 on the CPU; 1 = no guidance
 
 
 @dataclass(frozen=True)
@@ -88,15 +79,14 @@ class DenoisingPolicy(Policy):
         if settings.vae_tiling:
             self.vae.enable_tiling()
         if settings.lora is None:
-            self.denoiser.float().requires_grad_(True)
+            self.denoiser.requires_grad_(True)
         else:
             attach_lora(self.denoiser, settings.lora, self.lora_targets, seed)
             self.denoiser.to(self.device)
         if settings.gradient_checkpointing:
             self.denoiser.enable_gradient_checkpointing()  # type: ignore[operator]
-        self.weights = WeightSets(self.trainable_modules())
+        self.weight_sets = WeightSets(self.trainable_modules())
         self.process = self.make_process(self.pipeline.scheduler.config)
-        self._version = 0
         self.schedule(sampling)  # a sampler that does not fit is an error now, not at the first rollout
 
     # What a family supplies
@@ -165,36 +155,19 @@ class DenoisingPolicy(Policy):
     def _predict(
         self, latents: Tensor, times: Tensor, condition: Condition, with_features: bool
     ) -> tuple[Tensor, Tensor | None]:
-        guided = (condition.scale != 1).nonzero().flatten().to(latents.device)
-        positive, negative = condition.positive, {key: value[guided] for key, value in condition.negative.items()}
-        count = len(guided)
-        with _output_of(self.trunk(), wanted=with_features) as outputs:
-            if count == 0:
-                prediction = self._call(latents, times, positive)
-            else:
-                if self.settings.guidance_gradient:
-                    both = {key: torch.cat([negative[key], positive[key]]) for key in positive}
-                    output = self._call(torch.cat([latents[guided], latents]), torch.cat([times[guided], times]), both)
-                    unconditional, prediction = output[:count], output[count:]
-                else:
-                    with torch.no_grad():
-                        unconditional = self._call(latents[guided], times[guided], negative)
-                    prediction = self._call(latents, times, positive)
-                scale = expand(condition.scale.to(prediction)[guided], prediction)
-                guided_rows = unconditional + scale * (prediction[guided] - unconditional)
-                prediction = prediction.index_copy(0, guided, guided_rows)
-        return prediction, _pool(outputs[-1][-len(latents) :]) if with_features else None
+        with outputs_of(self.trunk(), wanted=with_features) as outputs:
+            prediction = guided_prediction(self._call, latents, times, condition, self.settings.guidance_gradient)
+        # The rows without the negative branch are the last ones of the last call.
+        return prediction, mean_over_positions(outputs[-1][-len(latents) :]) if with_features else None
 
     def _call(self, latents: Tensor, times: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
-        # Float32 weights compute in the half precision by autocast; a half-precision base under an adapter as it is.
-        # Stated here so that a surrounding autocast cannot make replay differ from rollout.
-        mixed = self.settings.lora is None and self.dtype != torch.float32
-        dtype = torch.float32 if mixed else self.dtype
-        with torch.autocast(self.device.type, dtype=self.dtype if mixed else torch.bfloat16, enabled=mixed):
-            embeddings = {key: value.to(dtype) for key, value in embeddings.items()}
-            return self.denoise(latents.to(dtype), self.process.model_times(times), embeddings).float()
+        embeddings = {key: value.to(self.dtype) for key, value in embeddings.items()}
+        return self.denoise(latents.to(self.dtype), self.process.model_times(times), embeddings).float()
 
     # Rollout
+
+    def decisions(self) -> list[tuple[str, LogProbUnit]]:
+        return [("denoising", self.sampling.log_prob_unit)]
 
     @torch.no_grad()
     def rollout(self, requests: Sequence[Request], sampling: Any = None) -> Trajectory:
@@ -202,15 +175,19 @@ class DenoisingPolicy(Policy):
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt], samples: Sequence[Sample], keys: Sequence[Any]) -> Trajectory:
-        """Given samples as a trajectory: the sampler's own transitions with the true clean latent as the prediction.
+        """Given samples as a trajectory: the sampler's transitions, drawn with the true clean latent as the prediction.
 
-        The final latents are the samples' own, and the log-prob of the stochastic transitions under the model is, up to
-        weights, the denoising objective. Raises ValueError if the schedule has no stochastic transition to record.
+        It ends at the samples' own latents. The log-prob of its stochastic transitions under the model is, up to
+        weights, the denoising objective (Ho et al. 2020, eq. 5). The rollout log-probs are NaN: there was no rollout.
         """
         requests = [Request(prompt, prompt.index, key) for prompt, key in zip(prompts, keys, strict=True)]
         rows = self.settings.decoding_rows
-        latents = [self.latents_from_samples(samples[i : i + rows]).cpu() for i in range(0, len(samples), rows)]
-        return self._generate(requests, self.sampling, clean=torch.cat(latents))
+        with torch.autocast(self.device.type, enabled=False):
+            latents = [self.latents_from_samples(samples[i : i + rows]).cpu() for i in range(0, len(samples), rows)]
+        trajectory = self._generate(requests, self.sampling, clean=torch.cat(latents))
+        segment = trajectory.segments[0]
+        segment.rollout_log_probs.masked_fill_(segment.trained_mask, torch.nan)
+        return trajectory
 
     def schedule(self, sampling: DenoisingSampling) -> Schedule:
         """The table of `sampling` for this model; UserError if its sampler, window or size does not fit."""
@@ -252,7 +229,7 @@ class DenoisingPolicy(Policy):
             length_mask=torch.ones_like(trained),
             context_mask=torch.zeros_like(trained),
             log_prob_unit=sampling.log_prob_unit,
-            version=self._version,
+            version=self.version,
             ended=["complete"] * num_rows,
             keys=[request.key for request in requests],
             sampler=schedule.sampler,
@@ -280,33 +257,37 @@ class DenoisingPolicy(Policy):
         self, segment: DenoisingSegment, rows: Tensor, sampling: DenoisingSampling, clean: Tensor | None
     ) -> dict[int, Tensor]:
         """Runs the transitions of some rows, fills their log-probs, and returns the states to keep and the last one."""
-        shape = self.latent_shape(sampling) if clean is None else tuple(clean.shape[1:])
         keys = [segment.keys[row] for row in rows]
         generators = [key.generator() for key in keys]
         starts = [replace(key, sample=-1).generator() for key in keys] if sampling.shared_initial_noise else generators
+        shape = self.latent_shape(sampling) if clean is None else tuple(clean.shape[1:])
         x = self._round(_noise(starts, shape)).to(self.device)
+        condition = self._condition(segment, rows, segment.guidance_scale[rows].amax(1))
         states: dict[int, Tensor] = {}
         for step in range(segment.num_steps):
-            stochastic = bool(segment.std[0, step] > 0)
-            if stochastic:
-                states[step] = x.to("cpu", self.storage_dtype)
             time, next_time, std = self._table(segment, rows, slice(step, step + 1))
             if clean is None:
-                condition = self.condition(segment, rows, slice(step, step + 1))
+                condition = replace(condition, scale=segment.guidance_scale[rows, step])
                 mean = self.transition(x, time, next_time, std, segment.sampler, condition).mean
             else:
                 prediction = self.process.oracle(x, clean.to(self.device), time)
                 mean = self.process.mean(segment.sampler, x, prediction, time, next_time, std)
-            x = mean
+            following = mean
+            stochastic = bool(segment.std[0, step] > 0)
             if stochastic:
-                x = mean + expand(std, mean) * _noise(generators, shape).to(self.device)
-            x = self._round(x)
+                following = mean + expand(std, mean) * _noise(generators, shape).to(self.device)
+            if clean is not None and step == segment.num_steps - 1:
+                following = clean.to(self.device)
+            following = self._round(following)
             if stochastic:
-                states[step + 1] = x.to("cpu", self.storage_dtype)
-                log_prob = self._log_prob(segment, x, mean, std)
-                segment.rollout_log_probs[rows, step] = log_prob.cpu()
-        states[segment.num_steps] = x.to("cpu", self.storage_dtype)
+                states |= {step: self._stored(x), step + 1: self._stored(following)}
+                segment.rollout_log_probs[rows, step] = self._log_prob(segment, following, mean, std).cpu()
+            x = following
+        states[segment.num_steps] = self._stored(x)
         return states
+
+    def _stored(self, x: Tensor) -> Tensor:
+        return x.to("cpu", self.storage_dtype)
 
     def _round(self, x: Tensor) -> Tensor:
         return x.to(self.storage_dtype).float()
@@ -326,15 +307,14 @@ class DenoisingPolicy(Policy):
     def condition(self, segment: DenoisingSegment, rows: Tensor, steps: slice) -> Condition:
         """The condition of rows x consecutive steps, flattened to b * t rows."""
         scale = segment.guidance_scale[rows, steps]
-        repeats = scale.shape[1]
+        return self._condition(segment, rows.repeat_interleave(scale.shape[1]), scale.flatten())
 
+    def _condition(self, segment: DenoisingSegment, rows: Tensor, scale: Tensor) -> Condition:
         def gather(index: Tensor) -> dict[str, Tensor]:
-            chosen = index[rows].repeat_interleave(repeats)
-            return {key: value[chosen].to(self.device) for key, value in segment.conditions.items()}
+            return {key: value[index[rows]].to(self.device) for key, value in segment.conditions.items()}
 
-        scale = scale.flatten()
-        negative = gather(segment.negative_index) if bool((scale != 1).any()) else {}
-        return Condition(gather(segment.condition_index), negative, scale)
+        is_guided = bool((scale != 1).any())
+        return Condition(gather(segment.condition_index), gather(segment.negative_index) if is_guided else {}, scale)
 
     # Replay
 
@@ -401,7 +381,7 @@ class DenoisingPolicy(Policy):
         return samples
 
     def decode_latents(self, latents: Tensor, differentiable: bool = False) -> Tensor:
-        """Latents [b, ...] -> pixels [b, ...] float32 in [0, 1] on the device; with the gradient if `differentiable`."""
+        """Latents [b, ...] -> pixels [b, ...] float32 in [0, 1] on the device; `differentiable` keeps the gradient."""
         with torch.set_grad_enabled(differentiable), torch.autocast(self.device.type, enabled=False):
             latents = latents.to(self.device).float()
             if differentiable and self.settings.gradient_checkpointing:
@@ -412,45 +392,13 @@ class DenoisingPolicy(Policy):
 
     # Weights
 
-    def using(self, weights: str) -> AbstractContextManager[None]:
-        return self.weights.using(weights)
-
-    def keep(self, weights: str) -> None:
-        self.weights.keep(weights)
-
     def trainable_modules(self) -> dict[str, nn.Module]:
         return {"denoiser": self.denoiser}
 
     def export(self, folder: Path) -> None:
         export_pipeline(self.folder, folder, self.denoiser_component, self.denoiser)
 
-    def weight_state(self) -> dict[str, Tensor]:
-        return self.weights.state()
-
-    def load_weight_state(self, state: dict[str, Tensor]) -> None:
-        self.weights.load_state(state)
-
-    def set_version(self, version: int) -> None:
-        self._version = version
-
 
 def _noise(generators: Sequence[torch.Generator], shape: tuple[int, ...]) -> Tensor:
     """[B, ...] on the CPU, each row from its own generator, so that no row depends on the others."""
     return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
-
-
-def _pool(hidden: Tensor) -> Tensor:
-    """[b, L, D] or [b, D, H, W] -> [b, D] float32, the mean over positions."""
-    return hidden.float().mean(1) if hidden.ndim == 3 else hidden.float().flatten(2).mean(2)
-
-
-@contextmanager
-def _output_of(module: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
-    """Collects the outputs of `module` within the context."""
-    outputs: list[Tensor] = []
-    handle = module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output)) if wanted else None
-    try:
-        yield outputs
-    finally:
-        if handle is not None:
-            handle.remove()

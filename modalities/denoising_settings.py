@@ -64,7 +64,7 @@ class Window(Settings):
     steps: tuple[int, int] | None = None
     """First and last step, counted from 0, both included."""
     noise_levels: tuple[float, float] | None = None
-    """Lowest and highest noise level at which a transition may start: sigma, or sqrt(1 - alpha) of a diffusion model."""
+    """Lowest and highest noise level where a transition may start: sigma, or sqrt(1 - alpha) of a diffusion model."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Window:
@@ -117,7 +117,8 @@ class DenoisingSettings(Settings):
     model: str
     """Folder or hub id of a diffusers pipeline."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What the denoiser and the text encoders compute in. Trainable weights, latents and the decoder stay float32."""
+    """Type of the text encoders and of the denoiser under an adapter. Trainable weights, latents and the decoder are
+    always float32, so full fine-tuning takes no other; computing in bfloat16 is the engine's `precision`."""
     lora: LoraSettings | None = None
     """Train a low-rank adapter on the denoiser; None trains all of its weights."""
     trust_remote_code: bool = False
@@ -137,3 +138,12 @@ class DenoisingSettings(Settings):
     """Rows that the VAE decodes together."""
     vae_tiling: bool = False
     """Decode large images tile by tile: less memory, faint seams."""
+
+    @model_validator(mode="after")
+    def _trained_weights_are_float32(self) -> DenoisingSettings:
+        if self.lora is None and self.dtype != "float32":
+            raise ValueError(
+                f"dtype: {self.dtype} is the type of frozen weights, but without `lora` every denoiser weight is trained, "
+                "in float32. Remove dtype, or add a `lora` block."
+            )
+        return self

@@ -107,10 +107,7 @@ class FlowProcess(NoiseProcess):
             sigmas = torch.linspace(1, lowest.item(), num_steps, dtype=torch.float64)
         else:
             sigmas = torch.linspace(1, lowest.item(), num_steps + 1, dtype=torch.float64)[:-1]
-        if dynamic:
-            sigmas = self._shift_dynamically(sigmas, sequence_length)
-        else:
-            sigmas = samplers.shift_sigmas(sigmas, shift)
+        sigmas = self._shift_dynamically(sigmas, sequence_length) if dynamic else samplers.shift_sigmas(sigmas, shift)
         if terminal := self.config.get("shift_terminal"):
             sigmas = 1 - (1 - sigmas) * (1 - terminal) / (1 - sigmas[-1])
         return torch.cat([sigmas.float(), torch.zeros(1)])

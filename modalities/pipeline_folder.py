@@ -16,46 +16,37 @@ from torch import nn
 
 from modalities.errors import UserError, did_you_mean
 from modalities.lora import LoraSettings, attach_lora, lora_layers, merged_state_dict, save_adapter
+from modalities.sources import loading, resolve_model
 
 INDEX = "model_index.json"
 
 
 def pipeline_folder(model: str) -> Path:
-    """The local folder of a pipeline that is named by a path or a hub id."""
-    return Path(model).expanduser()
+    """The local folder of the pipeline `model`; one that is named by a hub id is fetched into the hub's cache."""
+    source = resolve_model(model, kind="diffusers")
+    if isinstance(source, Path):
+        return source
+    from diffusers import DiffusionPipeline
+
+    with loading(model):
+        return Path(DiffusionPipeline.download(source))
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The folder's `model_index.json`; UserError that says what the folder is instead if it has none."""
-    if not folder.is_dir():
-        raise UserError(f"model: there is no folder {str(folder)!r}; expected a diffusers pipeline with a {INDEX}.")
-    path = folder / INDEX
-    if not path.is_file():
-        hint = ""
-        if (folder / "config.json").is_file():
-            config = json.loads((folder / "config.json").read_text())
-            kind = config.get("_class_name") or (config.get("architectures") or [config.get("model_type")])[0]
-            hint = f" It holds a single model ({kind}): give the pipeline's folder above it, or another policy type."
-        raise UserError(f"model: {str(folder)!r} is not a diffusers pipeline, it has no {INDEX}.{hint}")
-    try:
-        index = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"model: {str(path)!r} is not valid JSON: {error}.") from error
-    if "_class_name" not in index:
-        raise UserError(f"model: {str(path)!r} names no pipeline class (`_class_name`).")
-    return dict(index)
+    """The folder's `model_index.json`."""
+    return dict(json.loads((folder / INDEX).read_text()))
 
 
 def pipeline_class(folder: Path, supported: Iterable[str]) -> str:
     """The class that the folder's index names; UserError with the supported list if it is another."""
     supported = sorted(supported)
-    name = read_index(folder)["_class_name"]
+    name = str(read_index(folder).get("_class_name"))
     if name not in supported:
         raise UserError(
             f"model: {str(folder)!r} is a {name}, which this policy cannot train; supported are {', '.join(supported)}"
             f"{did_you_mean(name, supported)}."
         )
-    return str(name)
+    return name
 
 
 def load_pipeline(folder: Path, dtype: torch.dtype, trust_remote_code: bool, **components: Any) -> Any:

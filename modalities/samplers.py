@@ -114,7 +114,7 @@ def _reduce(values: Tensor, unit: LogProbUnit) -> Tensor:
 
 
 def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor, unit: LogProbUnit) -> Tensor:
-    """log N(x; mean, std^2), the mean or the sum over each row's elements; [B, ...] -> [B] float32. `std` is [B] > 0."""
+    """log N(x; mean, std^2), the mean or the sum over each row's elements; [B, ...] -> [B] float32; `std` [B] > 0."""
     std = expand(std.float(), x)
     residual = (x.float() - mean.float()) / std
     return _reduce(-0.5 * residual**2 - std.log() - 0.5 * math.log(2 * math.pi), unit)

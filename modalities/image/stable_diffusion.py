@@ -35,5 +35,9 @@ class StableDiffusionPolicy(LatentImagePolicy):
         )[0]
         return output
 
+    @property
+    def feature_size(self) -> int:  # type: ignore[override]
+        return int(self._denoiser_config().block_out_channels[-1])
+
     def trunk(self) -> nn.Module:
         return self.denoiser.mid_block  # type: ignore[return-value]

@@ -39,5 +39,9 @@ class StableDiffusion3Policy(LatentImagePolicy):
         )[0]
         return output
 
+    @property
+    def feature_size(self) -> int:  # type: ignore[override]
+        return int(self.denoiser.inner_dim)  # type: ignore[arg-type]
+
     def trunk(self) -> nn.Module:
         return self.denoiser.norm_out  # type: ignore[return-value]
