@@ -6,13 +6,14 @@ Nothing here knows a component by name; `build.py` brings the schema and the reg
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import core_schema
 
 from modalities.errors import UserError, did_you_mean
-from uniml_rl.schema import TypedBlock, describe, example, field_options, keys_of, options, typed_block
+from uniml_rl.schema import Option, TypedBlock, describe, example, field_options, keys_of, options, typed_block
 from uniml_rl.yaml_files import KeyPath, LoadedConfig, dump_yaml, inline_yaml, load_yaml
 
 __all__ = [
@@ -49,48 +50,63 @@ def validate(schema: type[Schema], loaded: LoadedConfig) -> Schema:
 
 def problems(error: ValidationError, schema: type[BaseModel], values: Any) -> list[tuple[KeyPath, str]]:
     """Key path and explanation of each mistake that `schema` found in `values`, without pydantic's own words."""
-    found: dict[tuple[KeyPath, str], bool] = {}
-    for item in error.errors(include_url=False):
-        path, message, is_kind = _explain(item["type"], item["loc"], item, schema, values)
-        found[path, message] = is_kind
+    items: list[dict[str, Any]] = [dict(item) for item in error.errors(include_url=False)]
+    for item in items:
+        if item["type"] == "missing" and isinstance(item["loc"][-1], int):  # the list is too short
+            item.update(type="tuple_type", loc=item["loc"][:-1])
+    found = dict.fromkeys(_explain(item, _locate(item, schema, values)) for item in items)
     # Of a union's complaints the one deeper inside the value is about the member that was meant.
-    inside = {path[:length] for path, _ in found for length in range(len(path))}
-    return [(path, message) for (path, message), is_kind in found.items() if not (is_kind and path in inside)]
+    inside = {path[:length] for path, _, _ in found for length in range(len(path))}
+    return [(path, message) for path, message, wrong_kind in found if not (wrong_kind and path in inside)]
 
 
-def _explain(
-    kind: str, location: Sequence[str | int], item: Mapping[str, Any], schema: type[BaseModel], values: Any
-) -> tuple[KeyPath, str, bool]:
+@dataclass(frozen=True)
+class _Place:
+    """Where a mistake lies in the schema."""
+
+    path: KeyPath
+    allowed: list[Option]
+    models: list[type[BaseModel]]
+    """The blocks that the last key of the path was looked up in."""
+
+
+def _locate(item: Mapping[str, Any], schema: type[BaseModel], values: Any) -> _Place:
+    """Follows an error's location through schema and values, without pydantic's labels of the members of unions."""
+    place, value, location = _Place((), options(schema), []), values, item["loc"]
+    for key in location:
+        below = [option for parent in place.allowed for option in parent.below(key, value)]
+        held = key in value if isinstance(value, Mapping) else isinstance(value, list) and key in range(len(value))
+        if below or held or (key == location[-1] and item["type"] == "extra_forbidden"):
+            models = [model for option in place.allowed if (model := option.model(value)) is not None]
+            place, value = _Place((*place.path, key), below, models), value[key] if held else None
+        else:
+            tagged = [option for option in place.allowed if option.has_tag(key)]
+            place = _Place(place.path, tagged or place.allowed, place.models)
+    return place
+
+
+def _explain(item: Mapping[str, Any], place: _Place) -> tuple[KeyPath, str, bool]:
     """Key path, explanation, and whether the mistake is a value of the wrong kind."""
-    path: KeyPath = ()
-    allowed, parents = options(schema), options(schema)
-    value = around = values
-    for position, key in enumerate(location):
-        below = [option for parent in allowed for option in parent.below(key, value)]
-        held = (isinstance(value, Mapping) and key in value) or (isinstance(value, list) and isinstance(key, int))
-        last = position == len(location) - 1 and kind in ("extra_forbidden", "missing")
-        if below or held or last:
-            path, parents, allowed, around = (*path, key), allowed, below, value
-            value = value[key] if held else None
-        else:  # pydantic's label of a union's member
-            allowed = [option for option in allowed if option.has_tag(key)] or allowed
+    kind, path, allowed, given = item["type"], place.path, place.allowed, item["input"]
     if kind == "extra_forbidden":
-        return path, _unknown_key(str(path[-1]), [option.model(around) for option in parents]), False
-    if kind == "missing":
+        return path, _unknown_key(str(path[-1]), place.models), False
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        path, given = (*path, "type"), given.get("type", {}) if isinstance(given, Mapping) else given
+        allowed = [one for option in allowed for one in option.below("type", None)]
+    elif kind == "missing":
         return path, f"required: {describe(allowed)}; for example `{path[-1]}: {example(allowed)}`", False
-    if kind not in get_args(core_schema.ErrorType) or kind in ("value_error", "assertion_error"):
-        own = item.get("ctx", {}).get("error")
-        return path, _shown(item["input"]) + str(own or item["msg"]), False
+    elif kind not in get_args(core_schema.ErrorType) or kind in ("value_error", "assertion_error"):
+        return path, _shown(given) + str(item.get("ctx", {}).get("error") or item["msg"]), False
     words = [word for option in allowed for word in get_args(option.kind) if isinstance(word, str)]
-    nearest = did_you_mean(item["input"], words) if isinstance(item["input"], str) else ""
-    return path, f"{_shown(item['input'])}must be {describe(allowed)}{nearest}", True
+    nearest = did_you_mean(given, words) if isinstance(given, str) else ""
+    return path, f"{_shown(given)}must be {describe(allowed)}{nearest}", True
 
 
-def _unknown_key(key: str, models: Sequence[type[BaseModel] | None]) -> str:
+def _unknown_key(key: str, models: Sequence[type[BaseModel]]) -> str:
     keys: list[str] = []
     elsewhere: list[str] = []
     for model in models:
-        for name, field in keys_of(model).items() if model else ():
+        for name, field in keys_of(model).items():
             keys.append(str(name))
             inner = [option.model(None) for option in field_options(field)]
             elsewhere += [f"{name}.{key}" for block in inner if block and key in keys_of(block)]

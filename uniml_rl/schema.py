@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -186,29 +187,41 @@ def field_options(field: FieldInfo) -> list[Option]:
 
 def describe(allowed: Sequence[Option]) -> str:
     """What a field allows, in words: `a whole number >= 1 or null`."""
-    return " or ".join(dict.fromkeys(_describe(option) for option in allowed)) or "anything"
+    words = [word for option in allowed if get_origin(option.kind) is Literal for word in get_args(option.kind)]
+    others = [_describe(option) for option in allowed if get_origin(option.kind) is not Literal]
+    literal = [f"one of {', '.join(map(_word, words))}" if len(words) > 1 else _word(words[0])] if words else []
+    return " or ".join(dict.fromkeys(literal + others)) or "anything"
 
 
 def example(allowed: Sequence[Option]) -> str:
-    """A value of that kind as one would write it in YAML."""
-    kind, bounds = (allowed[0].kind, allowed[0].constraints) if allowed else (Any, {})
+    """A value of that kind as one would write it in YAML; `...` where only the user can know."""
+    if not allowed:
+        return "..."
+    kind, model = allowed[0].kind, allowed[0].model({})
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
     if isinstance(kind, TypedBlock):
         return f"{{type: {next(iter(kind.registry), 'module:Class')}}}"
-    if get_origin(kind) is Literal:
-        return str(get_args(kind)[0])
-    if kind is bool:
-        return "true"
+    if origin is Literal:
+        return str(arguments[0])
     if kind in (int, float):
-        low = bounds.get("ge", bounds.get("gt", 0) + 1)
-        high = bounds.get("le", bounds.get("lt", low))
-        return str(kind(min(low, high)) if low <= high else (bounds.get("gt", 0) + high) / 2)
-    model = allowed[0].model({}) if allowed else None
+        return str(kind(_number_within(allowed[0].constraints)))
     if model is not None:
-        required = [key for key, field in keys_of(model).items() if field.is_required()]
-        return "{" + ", ".join(f"{key}: ..." for key in required) + "}"
-    if get_origin(kind) in (list, tuple, set):
-        return f"[{example(allowed[0].below(0, None))}]"
-    return "{...}" if get_origin(kind) is dict else "..."
+        return (
+            "{"
+            + (", ".join(f"{key}: ..." for key, field in keys_of(model).items() if field.is_required()) or "...")
+            + "}"
+        )
+    if origin in (list, tuple, set):
+        members = arguments if origin is tuple else arguments[:1]
+        return "[" + ", ".join(example(options(item)) for item in members if item is not Ellipsis) + "]"
+    return {bool: "true", dict: "{name: ...}"}.get(origin, "...")
+
+
+def _number_within(limits: Mapping[str, Any]) -> float:
+    low, high = limits.get("ge", limits.get("gt", -math.inf)), limits.get("le", limits.get("lt", math.inf))
+    middle = (low + high) / 2 if math.isfinite(low + high) else low + 1 if math.isfinite(low) else high - 1
+    inside = low < 1 < high or 1 in (limits.get("ge"), limits.get("le"))
+    return 1 if inside else limits.get("ge", limits.get("le", middle))
 
 
 NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null", Path: "a path"}
@@ -222,9 +235,6 @@ def _describe(option: Option) -> str:
         return _describe_block(kind)
     if model is not None:
         return f"a block with the keys {', '.join(map(str, keys_of(model)))}"
-    if get_origin(kind) is Literal:
-        words = [repr(word) if isinstance(word, str) else inline_yaml(word) for word in get_args(kind)]
-        return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
     if kind is None or kind is NoneType:
         return "null"
     text = NAMES.get(kind) or _describe_collection(kind)
@@ -251,3 +261,7 @@ def _describe_collection(kind: Any) -> str:
 
 def _describe_block(block: TypedBlock) -> str:
     return f"a block whose `type` is one of {', '.join(block.registry) or 'none yet'}, or your own 'module:Class'"
+
+
+def _word(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else inline_yaml(value)

@@ -196,9 +196,15 @@ class _TreeBuilder:
         elif isinstance(node, yaml.SequenceNode):
             value = [self.build(item, item) for item in node.value]
         else:
-            value = self.loader.construct_object(node)
+            value = self.scalar(node)
         self.open.pop()
         return Located(value, self.where(key))
+
+    def scalar(self, node: yaml.Node) -> Any:
+        try:
+            return self.loader.construct_object(node)
+        except ValueError:
+            raise UserError(f"{self.where(node)}: not valid YAML: {node.value!r} is no {node.tag}.") from None
 
     def mapping(self, node: yaml.MappingNode) -> dict[str, Located]:
         if id(node) not in self.flattened:
