@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from modalities.base import Cut, Need, Policy, Trajectory
@@ -11,12 +13,21 @@ from modalities.settings import Settings
 
 
 class CriticSettings(Settings):
-    """The value head; `algorithm.value.source` says what it reads."""
+    """What the value of a decision is computed from."""
 
+    source: Literal["head", "model"] = "head"
+    """`head` reads the trained policy's own trunk; `model` is a second copy of the policy's model, trained only for
+    values."""
     trunk_gradient: bool = False
-    """Whether the value loss also trains the policy's trunk; only with `algorithm.value.source: head`."""
+    """Whether the value loss also trains the policy's trunk; only with `source: head`."""
     hidden_size: int = Field(default=64, ge=1)
     """Width of the head's hidden layer."""
+
+    @model_validator(mode="after")
+    def _trunk_is_shared(self) -> CriticSettings:
+        if self.trunk_gradient and self.source == "model":
+            raise ValueError("`trunk_gradient` is for `source: head`; a model of its own is always trained whole")
+        return self
 
 
 class ValueHead(nn.Module):

@@ -16,16 +16,31 @@ from uniml_rl.engines.base import OptimizerSettings
 
 POLICIES = {
     "text": "modalities.text:TextPolicyConfig",
-    "image": "modalities.image:ImagePolicyConfig",
-    "video": "modalities.video:VideoPolicyConfig",
-    "audio": "modalities.audio:AudioPolicyConfig",
-    "chain": "modalities.chain:ChainPolicyConfig",
+    "image": "modalities.image.config:ImagePolicyConfig",
+    "video": "modalities.video.config:VideoPolicyConfig",
 }
 PROMPTS = {
     "file": "uniml_rl.data.prompts:FilePromptsConfig",
     "reasoning_gym": "uniml_rl.data.prompts:ReasoningGymPromptsConfig",
 }
-REWARDS: dict[str, str] = {}
+REWARDS = {
+    "exact_match": "rewards.text:ExactMatchConfig",
+    "regex": "rewards.text:RegexConfig",
+    "length": "rewards.text:LengthConfig",
+    "repetition": "rewards.text:RepetitionConfig",
+    "distinct_n": "rewards.text:DistinctNConfig",
+    "sentiment": "rewards.text_models:SentimentConfig",
+    "topicality": "rewards.text_models:TopicalityConfig",
+    "reasoning_gym": "rewards.text_models:ReasoningGymConfig",
+    "jpeg_size": "rewards.image:JpegSizeConfig",
+    "mean_colour": "rewards.image:MeanColourConfig",
+    "clip_score": "rewards.clip:ClipScoreConfig",
+    "image_text_scorer": "rewards.clip:ImageTextScorerConfig",
+    "frame_smoothness": "rewards.video:FrameSmoothnessConfig",
+    "per_frame": "rewards.video:PerFrameConfig",
+    "rms_level": "rewards.audio:RmsLevelConfig",
+    "spectral_centroid": "rewards.audio:SpectralCentroidConfig",
+}
 ENGINES = {"torch": "uniml_rl.engines.torch_engine:TorchEngineConfig"}
 
 PolicyBlock = Annotated[Any, typed_block(POLICIES, "policy")]
@@ -224,4 +239,8 @@ class RunConfig(Settings):
 def evaluation_sampling(policy_config: Any, evaluation: EvaluationSettings) -> Any:
     """The policy's sampling settings with the evaluation's overrides, validated by the policy's own schema."""
     sampling = policy_config.sampling
+    if sampling is None:
+        if evaluation.sampling:
+            raise ValueError(f"evaluation.sampling {sorted(evaluation.sampling)}: this policy has no sampling settings")
+        return None
     return type(sampling).model_validate({**sampling.model_dump(), **evaluation.sampling})

@@ -181,7 +181,6 @@ class Curriculum:
                     evaluation.samples,
                     evaluation.prompt_of_each_sample(),
                     evaluation.score_lists(),
-                    title=f"{name}, iteration {iteration}",
                 )
         metrics["time/evaluation"] = time.perf_counter() - started
         return metrics
@@ -258,11 +257,10 @@ class Curriculum:
         return self.policies[name]
 
     def _critic(self, config: StageConfig, policy: Policy) -> Critic | None:
-        value = config.algorithm.value
-        if value is None or config.critic is None:
+        if config.critic is None:
             return None
         trunk = None
-        if value.source == "model":
+        if config.critic.source == "model":
             trunk = self.config.policies[config.policy].build(f"{config.policy}-critic", self.device, self.config.seed)
         head = ValueHead((trunk or policy).feature_size, config.critic.hidden_size, self.config.seed)
         return Critic(head.to(self.device), trunk, config.critic.trunk_gradient)

@@ -119,7 +119,7 @@ def sample_from(
     ]
     with torch.no_grad():
         samples = model.decode(model.rollout(requests, sampling))
-    path = save_samples(target, f"seed-{seed}", samples, [r.prompt for r in requests], {}, title=source)
+    path = save_samples(target, f"seed-{seed}", samples, [r.prompt for r in requests], {})
     Console().print(f"{len(samples)} samples: [bold]{path}[/]")
     return path
 

@@ -77,7 +77,7 @@ class TypedBlock:
     def type_of(self, block: Settings) -> str:
         """The `type` under which a validated block is found again."""
         own = f"{type(block).__module__}:{type(block).__qualname__}"
-        return next((name for name in self.registry if self.class_of({"type": name}) is type(block)), own)
+        return next((name for name, target in self.registry.items() if target == own), own)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def serialize(block: Settings, info: SerializationInfo) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from uniml_rl.data.prompts import DrawnPrompt, PromptStream
 from uniml_rl.engines.base import Engine, StepReport
 from uniml_rl.experience import Experience
 from uniml_rl.monitor.metrics import Metrics, peak_memory_gib
-from uniml_rl.monitor.samples import log_samples
+from uniml_rl.monitor.sample_metrics import measure_samples
 
 
 class Scores(Protocol):
@@ -150,7 +150,7 @@ class Trainer:
             metrics.mean(f"gradient/norm/{name}", norm)
         for name, ratio in report.update_weight_ratio.items():
             metrics.mean(f"update/weight_ratio/{name}", ratio)
-        metrics.sum("gradient/skipped_steps", report.skipped)
+        metrics.steps("gradient/skipped_steps", report.skipped)
 
     def _measure(
         self,
@@ -167,7 +167,7 @@ class Trainer:
             metrics.mean(f"reward/{name}/raw_mean", result.raw[name], mask=result.raw[name].isfinite())
             metrics.mean(f"reward/{name}/weighted_mean", result.weighted[name], mask=result.weighted[name].isfinite())
             metrics.sum(f"reward/{name}/failures", float(sum(result.failures[name].values())))
-        log_samples(metrics, samples, trajectory.segments[-1].group.tolist())
+        measure_samples(metrics, samples, trajectory.segments[-1].group.tolist())
         decisions = sum(int(segment.length_mask.sum()) for segment in trajectory.segments)
         metrics.rate("throughput/samples_per_second", len(samples), seconds)
         metrics.rate("throughput/decisions_per_second", decisions, seconds)
