@@ -61,9 +61,9 @@ def group_advantages(
     deviation = _deviation_from_group(rewards, valid, row_group, counts)
     if scale == "group_std":
         variance = _per_group(deviation.square(), row_group, counts) / counts.clamp(min=1)
-        advantages = deviation / (variance.sqrt()[row_group] + epsilon)
+        advantages = _scaled(deviation, variance.sqrt()[row_group] + epsilon)
     elif scale == "batch_std":
-        advantages = deviation / (_moments(rewards, valid, reduce)[1] + epsilon)
+        advantages = _scaled(deviation, _moments(rewards, valid, reduce)[1] + epsilon)
     else:
         advantages = deviation
     return advantages.float(), _report(advantages, row_group, counts)
@@ -99,7 +99,7 @@ def batch_advantages(
     values = _clean(values, mask)
     mean, std = _moments(values, mask, reduce)
     centred = values - mean if center else values
-    return torch.where(mask, centred / (std + epsilon) if scale else centred, 0.0).float()
+    return torch.where(mask, _scaled(centred, std + epsilon) if scale else centred, 0.0).float()
 
 
 class RunningPromptStatistics:
@@ -136,7 +136,7 @@ class RunningPromptStatistics:
             else:
                 remembered = torch.tensor(list(history), dtype=torch.float64)
                 mean[row], std[row] = remembered.mean(), remembered.std(correction=0)
-        advantages = torch.where(valid, (rewards - mean) / (std + self.epsilon), 0.0)
+        advantages = torch.where(valid, _scaled(rewards - mean, std + self.epsilon), 0.0)
         return advantages.float(), _report(advantages, row_group, counts)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -225,6 +225,11 @@ def _per_group(values: Tensor, row_group: Tensor, counts: Tensor) -> Tensor:
 def _deviation_from_group(rewards: Tensor, valid: Tensor, row_group: Tensor, counts: Tensor) -> Tensor:
     mean = _per_group(rewards, row_group, counts) / counts.clamp(min=1)
     return torch.where(valid, rewards - mean[row_group], 0.0)
+
+
+def _scaled(deviation: Tensor, divisor: Tensor) -> Tensor:
+    """deviation / divisor, and 0 for a deviation of 0 even where epsilon and the spread are 0."""
+    return torch.where(deviation == 0, 0.0, deviation / divisor)
 
 
 def _moments(values: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,225 @@
+"""The algorithm block: presets, overrides, what is refused, and the pages that document them."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from modalities.errors import UserError
+from uniml_rl.algorithms.presets import PRESETS, merge_preset, resolve_algorithm
+from uniml_rl.algorithms.settings import AlgorithmSettings, replay_tolerance
+from uniml_rl.algorithms.surrogate import SURROGATES
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "algorithms").glob("*.md"))
+SEQUENCE = {"ratio": "sequence", "aggregation": {"mode": "sequence_mean_token_mean"}}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_resolved_algorithm_survives_being_written_down_and_read_again(name):
+    settings = resolve_algorithm({"name": name})
+    written = yaml.safe_load(yaml.safe_dump(settings.model_dump(mode="json")))
+    assert resolve_algorithm(written) == settings
+    assert resolve_algorithm(settings) is settings
+    assert resolve_algorithm(name) == settings
+
+
+def test_the_rows_of_the_table():
+    rows = {name: resolve_algorithm(name) for name in PRESETS}
+    parts = {
+        name: (row.advantage.type, row.aggregation.mode, row.kl and (row.kl.estimator, row.kl.placement))
+        for name, row in rows.items()
+    }
+    assert parts == {
+        "ppo": ("gae", "token_mean", ("k1", "reward")),
+        "grpo": ("group", "sequence_mean_token_mean", ("k2", "loss")),
+        "ddpo": ("running_prompt", "token_mean", None),
+        "flow_grpo": ("group", "token_mean", ("gaussian", "loss")),
+    }
+    assert (rows["ppo"].value is None, rows["grpo"].value) == (False, None)
+
+
+def test_overrides_reach_their_key_and_leave_the_others():
+    settings = resolve_algorithm(
+        {"name": "ppo", "advantage": {"lambda": 0.9}, "kl": {"adaptive": {"target": 6, "horizon": 1e4}}}
+    )
+    assert (settings.advantage.lambda_, settings.advantage.gamma, settings.advantage.whiten) == (0.9, 1.0, True)
+    assert settings.kl.coefficient == resolve_algorithm("ppo").kl.coefficient
+    assert (settings.kl.adaptive.target, settings.epochs) == (6, 4)
+
+
+def test_a_changed_type_replaces_its_block():
+    settings = resolve_algorithm({"name": "ddpo", "advantage": {"type": "leave_one_out"}})
+    assert settings.advantage.model_dump() == {"type": "leave_one_out", "clip": None}
+
+
+def test_null_removes_a_part():
+    assert resolve_algorithm({"name": "grpo", "kl": None}).kl is None
+
+
+def test_merging_leaves_the_table_alone():
+    before = repr(PRESETS)
+    merge_preset({"name": "grpo", "kl": {"coefficient": 9.0}})["kl"]["estimator"] = "k3"
+    assert repr(PRESETS) == before
+
+
+@pytest.mark.parametrize(
+    ("block", "fragments"),
+    [
+        ({"name": "gpro"}, ["algorithm.name 'gpro'", "grpo, ppo", "did you mean 'grpo'"]),
+        ({"name": None}, ["algorithm.name None", "ddpo"]),
+        ({}, ["algorithm.name None"]),
+        ([], ["algorithm: []"]),
+        ({"name": "grpo", "surogate": {}}, ["algorithm.surogate", "did you mean 'surrogate'"]),
+        ({"name": "grpo", "kl": {"coeficient": 1}}, ["algorithm.kl.coeficient", "did you mean 'coefficient'"]),
+        ({"name": "grpo", "kl": {"adaptive": {"target": 1}}}, ["algorithm.kl.adaptive.horizon", "required"]),
+        ({"name": "grpo", "surrogate": {"low": -1}}, ["algorithm.surrogate.low", "greater than 0", "-1"]),
+        ({"name": "grpo", "advantage": {"scale": "std"}}, ["algorithm.advantage.scale", "'group_std'", "'std'"]),
+        ({"name": "grpo", "advantage": {"type": "grup"}}, ["algorithm.advantage.type 'grup'", "did you mean 'group'"]),
+        ({"name": "grpo", "advantage": {"gamma": 1}}, ["algorithm.advantage.gamma", "'group'", "key of type 'gae'"]),
+        ({"name": "grpo", "advantage": {"lambda": 1}}, ["algorithm.advantage.lambda", "key of type 'gae'"]),
+        ({"name": "ddpo", "advantage": {"min_count": 17}}, ["min_count 17", "buffer_size 16"]),
+        ({"name": "ppo", "value": None}, ["gae needs a critic", "`value` block"]),
+        ({"name": "ppo", "advantage": {"type": "group"}}, ["'group' has no use for a critic", "value: null"]),
+        ({"name": "grpo", "value": {}}, ["`value` block", "no use for a critic"]),
+        ({"name": "grpo", "kl": {"estimator": "k1"}}, ["algorithm.kl", "k1 in the loss does nothing", "k2"]),
+        ({"name": "flow_grpo", "kl": {"placement": "reward"}}, ["'gaussian'", "placement: loss"]),
+        ({"name": "flow_grpo", "kl": {"adaptive": {"target": 1, "horizon": 1}}}, ["adaptive", "'gaussian'"]),
+        ({"name": "grpo", "aggregation": {"mode": "sum_over_constant"}}, ["sum_over_constant needs a constant"]),
+        ({"name": "grpo", "aggregation": {"constant": 5}}, ["no other mode reads one"]),
+        (
+            {"name": "grpo", "ratio": "sequence", "aggregation": {"mode": "token_mean"}},
+            ["ratio: sequence", "token_mean"],
+        ),
+        ({"name": "grpo", "mismatch": {"type": "mask", "cap": 2}}, ["algorithm.mismatch.cap", "'truncate'"]),
+        ({"name": "grpo", "mismatch": {"type": "mask", "low": 1.5}}, ["band [1.5, 2.0] must hold 1"]),
+        ({"name": "grpo", "epochs": 0, "minibatches": 0}, ["algorithm.epochs", "algorithm.minibatches"]),
+    ],
+)
+def test_a_wrong_block_is_answered_with_the_key_the_value_and_the_way_out(block, fragments):
+    with pytest.raises(UserError) as error:
+        resolve_algorithm(block)
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("block", "facts", "fragment"),
+    [
+        ({"name": "grpo"}, {"group_size": 1}, "group size is 1"),
+        ({"name": "flow_grpo"}, {"group_size": 1}, "group size is 1"),
+        ({"name": "grpo", "advantage": {"type": "leave_one_out"}}, {"group_size": 1}, "group size is 1"),
+        ({"name": "flow_grpo"}, {"log_prob_unit": "token", "kind": "tokens"}, "'gaussian' compares denoising steps"),
+        ({"name": "ddpo"}, {"log_prob_unit": "element_sum", "kind": "denoising"}, "algorithm.surrogate.low"),
+        (
+            {"name": "grpo", **SEQUENCE},
+            {"log_prob_unit": "element_mean", "kind": "denoising"},
+            "ratio: sequence is for tokens",
+        ),
+        ({"name": "ddpo", "entropy_coefficient": 0.1}, {"kind": "denoising"}, "no gradient"),
+    ],
+)
+def test_an_algorithm_that_does_not_fit_the_segment_is_refused(block, facts, fragment):
+    with pytest.raises(UserError, match=re.escape(fragment)):
+        resolve_algorithm(block).check(**{"group_size": 4, **facts})
+
+
+@pytest.mark.parametrize(
+    ("block", "facts"),
+    [
+        ({"name": "ppo"}, (1, "token", "tokens")),
+        ({"name": "ddpo"}, (1, "element_mean", "denoising")),
+        ({"name": "grpo"}, (2, "element_mean", "denoising")),
+        ({"name": "flow_grpo"}, (2, "element_mean", "denoising")),
+        ({"name": "flow_grpo"}, (2,)),  # before the policy is known
+        ({"name": "grpo", "advantage": {"type": "batch"}}, (1, "token", "tokens")),
+        ({"name": "ddpo", "surrogate": {"low": 1.0}}, (1, "element_sum", "denoising")),
+        ({"name": "grpo", "entropy_coefficient": 0.1, **SEQUENCE}, (2, "token", "tokens")),
+    ],
+)
+def test_an_algorithm_that_fits_is_let_through(block, facts):
+    resolve_algorithm(block).check(*facts)
+
+
+@pytest.mark.parametrize(
+    ("block", "unit", "low", "high"),
+    [
+        ({}, "token", 0.2, 0.2),
+        ({}, "element_mean", 1e-4, 1e-4),
+        ({"low": 0.1}, "token", 0.1, 0.1),
+        ({"low": 0.1, "high": 0.4}, "element_mean", 0.1, 0.4),
+        ({"high": 0.28}, "token", 0.2, 0.28),
+    ],
+)
+def test_the_clip_range_follows_the_unit_of_the_log_prob(block, unit, low, high):
+    settings = resolve_algorithm({"name": "grpo", "surrogate": block})
+    ratio = torch.tensor([[3.0, 0.01]]).log()
+    terms = settings.surrogate_terms(ratio, torch.tensor([[1.0, -1.0]]), unit)
+    assert terms.loss.tolist() == [pytest.approx([-(1 + high), 1 - low])]
+
+
+def test_the_dual_bound_reaches_the_surrogate():
+    settings = resolve_algorithm({"name": "grpo", "surrogate": {"dual": 3.0}})
+    assert settings.surrogate_terms(torch.tensor([[2.0]]), torch.tensor([[-1.0]]), "token").loss.item() == 3.0
+
+
+def test_every_surrogate_of_the_table_can_be_chosen():
+    assert {resolve_algorithm(name).surrogate.type for name in PRESETS} == set(SURROGATES)
+
+
+def test_the_mismatch_block_builds_the_correction_that_it_names():
+    old, rollout, mask = torch.tensor([[1.5, 0.0]]), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    truncated = resolve_algorithm({"name": "grpo", "mismatch": {"type": "truncate", "cap": 3.0}}).mismatch
+    assert truncated.correct(old, rollout, mask).weights.tolist() == [[3.0, 1.0]]
+    masked = resolve_algorithm({"name": "grpo", "mismatch": {"type": "mask", "high": 4.0}}).mismatch
+    assert masked.correct(old, rollout, mask).kept.tolist() == [[False, True]]
+    sequence = resolve_algorithm(
+        {"name": "grpo", "mismatch": {"type": "mask", "high": 4.0, "level": "sequence"}}
+    ).mismatch
+    assert sequence.correct(old, rollout, mask).kept.tolist() == [[True, True]]
+
+
+def test_the_kl_block_builds_its_controller():
+    fixed = resolve_algorithm({"name": "grpo", "kl": {"coefficient": 0.3}}).kl.controller()
+    adaptive = resolve_algorithm({"name": "ppo", "kl": {"adaptive": {"target": 2.0, "horizon": 10.0}}}).kl.controller()
+    for controller in (fixed, adaptive):
+        controller.update(2.2, 5)
+    assert fixed.coefficient == 0.3
+    assert adaptive.coefficient == pytest.approx(0.05 * (1 + 0.1 * 5 / 10))
+
+
+def test_the_replay_tolerance_is_the_users_or_fits_dtype_and_unit():
+    settings = resolve_algorithm("grpo")
+    assert replay_tolerance(resolve_algorithm({"name": "grpo", "replay_tolerance": 0.3}), torch.float32, "token") == 0.3
+    for unit in ("token", "element_mean", "element_sum"):
+        by_precision = [replay_tolerance(settings, d, unit) for d in (torch.float32, torch.float16, torch.bfloat16)]
+        assert by_precision == sorted(by_precision) and by_precision[0] < by_precision[-1]
+
+
+# -- documentation ---------------------------------------------------------------------------------------------------
+
+
+def test_every_preset_has_a_page():
+    assert {page.stem for page in PAGES} >= set(PRESETS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_yaml_of_a_page_is_valid_and_its_first_block_is_the_preset(page):
+    blocks = [yaml.safe_load(text)["algorithm"] for text in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S)]
+    resolved = [resolve_algorithm(block) for block in blocks]
+    assert resolved[0] == resolve_algorithm(page.stem)
+    assert set(blocks[0]) == set(AlgorithmSettings.model_fields), "the first block spells every key out"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_test_that_a_page_names_exists(page):
+    named = set(re.findall(r"`(test_\w+)`", page.read_text()))
+    exist = {
+        name
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)
+    }
+    assert named, "a page names the tests that guard its details"
+    assert named <= exist

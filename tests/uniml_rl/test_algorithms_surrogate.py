@@ -1,0 +1,177 @@
+"""Ratios, clipped surrogates and the correction for a sampler of other numerics."""
+
+import math
+
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributions import Categorical
+
+from uniml_rl.algorithms.aggregation import aggregate, decision_weights, local_denominator
+from uniml_rl.algorithms.mismatch import mask_mismatch, truncate_mismatch
+from uniml_rl.algorithms.surrogate import SURROGATES, clipped_surrogate, log_ratio, sequence_log_ratio
+
+LOW, HIGH, DUAL = 0.2, 0.3, 3.0
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "loss", "clipped"),
+    [
+        (2.0, 1.0, -2.0, False),
+        (2.0, 1.25, -2.5, False),
+        (2.0, 1.5, -2.6, True),  # too likely already: 2 * 1.3
+        (2.0, 0.5, -1.0, False),  # a good decision that lost probability is pulled back
+        (-2.0, 1.0, 2.0, False),
+        (-2.0, 0.9, 1.8, False),
+        (-2.0, 0.5, 1.6, True),  # too unlikely already: 2 * 0.8
+        (-2.0, 2.0, 4.0, False),
+        (-2.0, 5.0, 6.0, True),  # the second bound: 3 * 2
+        (0.0, 5.0, 0.0, False),
+    ],
+)
+def test_the_surrogate_worked_out_by_hand(advantage, ratio, loss, clipped):
+    x = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    terms = clipped_surrogate(x, torch.tensor([[advantage]]), LOW, HIGH, DUAL)
+    terms.loss.sum().backward()
+    assert terms.loss.item() == pytest.approx(loss, rel=1e-6)
+    assert terms.clipped.item() is clipped
+    assert terms.ratio.item() == pytest.approx(ratio) and not terms.ratio.requires_grad
+    assert x.grad.item() == pytest.approx(0.0 if clipped else -advantage * ratio, rel=1e-6)
+
+
+def test_without_a_dual_bound_a_bad_decision_that_became_likely_is_pushed_back_in_full():
+    terms = clipped_surrogate(torch.tensor([[math.log(5.0)]]), torch.tensor([[-2.0]]), LOW, HIGH, None)
+    assert terms.loss.item() == pytest.approx(10.0)
+    assert not terms.clipped.item()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(-3, 3), st.floats(-2, 2).filter(lambda a: abs(a) > 1e-3), st.sampled_from([None, DUAL]))
+def test_the_clip_is_marked_exactly_where_the_gradient_is_zero(x, advantage, dual):
+    ratio = torch.tensor([[x]], requires_grad=True)
+    terms = clipped_surrogate(ratio, torch.tensor([[advantage]]), LOW, HIGH, dual)
+    terms.loss.sum().backward()
+    assert terms.clipped.item() == (ratio.grad.item() == 0)
+
+
+def test_at_the_old_policy_the_expected_gradient_is_the_policy_gradient():
+    # Exact enumeration of a tabular policy: d/dlogits of E_pi[A], which autograd takes from the probabilities.
+    torch.manual_seed(0)
+    logits, advantages = torch.randn(6, requires_grad=True), torch.randn(6)
+    expected = torch.autograd.grad((torch.softmax(logits, 0) * advantages).sum(), logits)[0]
+    log_probs = Categorical(logits=logits).log_prob(torch.arange(6)).unsqueeze(0)
+    terms = clipped_surrogate(log_ratio(log_probs, log_probs.detach()), advantages.unsqueeze(0), LOW, HIGH)
+    loss = (log_probs.detach().exp() * terms.loss).sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], -expected)
+    assert torch.equal(terms.ratio, torch.ones(1, 6)) and not terms.clipped.any()
+
+
+def test_advantages_and_old_log_probs_receive_no_gradient():
+    new, old, advantages = (torch.zeros(1, 2, requires_grad=True) for _ in range(3))
+    clipped_surrogate(log_ratio(new, old), advantages + 1, LOW, HIGH).loss.sum().backward()
+    assert new.grad is not None and old.grad is None and advantages.grad is None
+
+
+def test_a_log_ratio_is_clamped_and_keeps_its_sign():
+    found = log_ratio(torch.tensor([[0.0, -500.0, -1.0]]), torch.tensor([[-500.0, 0.0, -3.0]]))
+    assert found.tolist() == [[20.0, -20.0, 2.0]]
+    assert log_ratio(torch.tensor([[1.0]]), torch.tensor([[-9.0]]), clamp=5.0).item() == 5.0
+    assert clipped_surrogate(found, -torch.ones(1, 3), LOW, HIGH).loss.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [-torch.inf, torch.nan])
+def test_a_masked_log_prob_leaks_into_neither_loss_nor_gradient(bad):
+    mask = torch.tensor([[True, False]])
+    new = torch.tensor([[-1.0, bad]], requires_grad=True)
+    old = torch.tensor([[-1.5, bad]])
+    terms = clipped_surrogate(log_ratio(new, old, mask=mask), torch.tensor([[1.0, torch.nan]]), 0.9, 0.9)
+    loss = aggregate(terms.loss, decision_weights(mask, "token_mean"), local_denominator(mask, "token_mean"))
+    loss.backward()
+    assert loss.item() == pytest.approx(-math.exp(0.5))
+    assert new.grad.tolist() == [[pytest.approx(-math.exp(0.5)), 0.0]]
+
+
+def test_log_ratios_of_low_precision_log_probs_are_float32():
+    assert log_ratio(torch.zeros(1, 1).bfloat16(), torch.zeros(1, 1).bfloat16()).dtype == torch.float32
+
+
+def test_the_sequence_ratio_is_the_geometric_mean_over_trained_decisions():
+    ratios = torch.tensor([[1.2, 0.8, 50.0, 1.5], [9.0, 9.0, 9.0, 9.0], [9.0, 0.7, 9.0, 9.0]])
+    mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).bool()
+    found = sequence_log_ratio(ratios.log(), mask)
+    expected = [scipy.stats.gmean([1.2, 0.8, 1.5]), 1.0, 0.7]
+    for row in range(3):
+        trained = found[row][mask[row]].exp()
+        assert trained.tolist() == pytest.approx([expected[row]] * len(trained))
+    assert torch.equal(found[~mask], torch.zeros(int((~mask).sum())))
+
+
+def test_sequence_ratios_under_sequence_mean_are_gspo():
+    # Zheng et al. 2025, eq. 5: the mean over sequences of min(s A, clip(s) A), s = exp(mean log-ratio).
+    torch.manual_seed(1)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]]).bool()
+    new = (0.3 * torch.randn(3, 4)).requires_grad_()
+    old, advantages = 0.3 * torch.randn(3, 4), torch.tensor([1.0, -0.5, 2.0])
+    ratios = sequence_log_ratio(log_ratio(new, old, mask=mask), mask)
+    terms = clipped_surrogate(ratios, advantages.unsqueeze(1).expand(3, 4), LOW, HIGH)
+    mode = "sequence_mean_token_mean"
+    loss = aggregate(terms.loss, decision_weights(mask, mode), local_denominator(mask, mode))
+    found = torch.autograd.grad(loss, new)[0]
+    objective = torch.zeros(())
+    for row, length in enumerate([3, 2, 1]):
+        s = torch.prod((new - old)[row, :length].exp()) ** (1 / length)
+        objective = objective + torch.minimum(s * advantages[row], s.clamp(0.8, 1.3) * advantages[row]) / 3
+    torch.testing.assert_close(loss, -objective)
+    torch.testing.assert_close(found, -torch.autograd.grad(objective, new)[0])
+
+
+def test_the_table_of_surrogates_gives_the_function_of_that_name():
+    assert SURROGATES["ppo_clip"] is clipped_surrogate
+
+
+# -- rollout mismatch ------------------------------------------------------------------------------------------------
+
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]).bool()
+RHO = torch.tensor([[0.4, 1.0, 4.0, 9.0], [1.5, 0.9, 9.0, 9.0]])
+ROLLOUT = torch.tensor([[-1.0, -2.0, -0.5, torch.nan], [-3.0, -torch.inf, -1.0, -1.0]])
+OLD = torch.where(ROLLOUT.isfinite(), ROLLOUT + RHO.log(), -1.0)
+KNOWN = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()  # trained, and the sampler's log-prob is finite
+
+
+def test_truncation_caps_the_importance_weight_and_drops_what_is_unknown():
+    correction = truncate_mismatch(OLD, ROLLOUT, MASK, cap=2.0)
+    assert torch.equal(correction.kept, KNOWN)
+    torch.testing.assert_close(correction.weights, torch.tensor([[0.4, 1.0, 2.0, 0.0], [1.5, 0.0, 0.0, 0.0]]))
+
+
+def test_masking_drops_decisions_outside_of_the_band():
+    correction = mask_mismatch(OLD, ROLLOUT, MASK, low=0.5, high=2.0, level="decision")
+    assert correction.kept.tolist() == [[False, True, False, False], [True, False, False, False]]
+    assert torch.equal(correction.weights, correction.kept.float())
+
+
+def test_masking_sequences_judges_the_geometric_mean():
+    mean = scipy.stats.gmean([0.4, 1.0, 4.0])
+    inside = mask_mismatch(OLD, ROLLOUT, MASK, low=0.5, high=mean + 0.01, level="sequence")
+    outside = mask_mismatch(OLD, ROLLOUT, MASK, low=0.5, high=mean - 0.01, level="sequence")
+    assert inside.kept[0].equal(KNOWN[0]) and not outside.kept[0].any()
+    assert not mask_mismatch(OLD, ROLLOUT, MASK, low=mean + 0.01, high=2.0, level="sequence").kept[0].any()
+
+
+def test_a_perfect_sampler_is_not_corrected():
+    for correction in (
+        truncate_mismatch(OLD, OLD, MASK, cap=2.0),
+        mask_mismatch(OLD, OLD, MASK, 0.5, 2.0, "decision"),
+        mask_mismatch(OLD, OLD, MASK, 0.5, 2.0, "sequence"),
+    ):
+        assert torch.equal(correction.kept, MASK)
+        assert torch.equal(correction.weights, MASK.float())
+
+
+def test_an_infinite_rho_in_a_kept_row_is_capped_and_carries_no_gradient():
+    old = torch.tensor([[0.0]], requires_grad=True)
+    correction = truncate_mismatch(old, torch.tensor([[-1000.0]]), torch.ones(1, 1, dtype=torch.bool), cap=2.0)
+    assert correction.weights.item() == 2.0
+    assert not correction.weights.requires_grad
