@@ -182,7 +182,7 @@ BACKTRACKING = r"(x+x+)+y"
 
 
 def test_a_pattern_that_backtracks_for_ever_is_killed_off_the_main_thread_and_the_next_sample_scored():
-    rewards = RewardSet.build({"r": RegexConfig(pattern=BACKTRACKING, timeout_seconds=1.0)}, "cpu")
+    rewards = RewardSet.build({"r": RegexConfig(pattern=BACKTRACKING, timeout_seconds=1.0, micro_batch_size=1)}, "cpu")
     results = []
     thread = threading.Thread(target=lambda: results.append(rewards.score(*texts("x" * 60, "xxy", "z"), 0)))
     thread.start()
@@ -214,7 +214,7 @@ def test_a_process_passes_on_exceptions_and_outlives_a_crash(tmp_path, monkeypat
     monkeypatch.syspath_prepend(str(tmp_path))
     import crashing_reward
 
-    rewards = RewardSet.build({"r": crashing_reward.CrashingConfig(timeout_seconds=5.0)}, "cpu")
+    rewards = RewardSet.build({"r": crashing_reward.CrashingConfig(timeout_seconds=5.0, micro_batch_size=1)}, "cpu")
     result = rewards.score(*texts("ab", "", "crash", "abcd"), 0)
     rewards.close()
     del sys.modules["crashing_reward"]
