@@ -1,0 +1,211 @@
+"""The command line. Each command hands over to one function, imported when it runs, so that `--help` is instant.
+
+Exit codes: 0 done, 1 a bug (with its traceback), 2 a mistake of the user (one message), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from modalities.errors import UserError
+from uniml_rl import __version__
+
+app = typer.Typer(
+    name="uniml-rl",
+    help="Reinforcement learning for any generative model: one policy interface, one trainer, one YAML file.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Keys to change, by dotted path; items of a list by name or index: stages.image-align.until.iterations=3",
+        show_default=False,
+    ),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the warnings and logs of the libraries below.")]
+
+LIBRARIES = ("transformers", "diffusers", "peft", "huggingface_hub", "open_clip", "accelerate", "torch", "torchvision")
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    folder: Annotated[
+        str | None, typer.Option(help="Where the run is written; instead of the config's `folder`.", show_default=False)
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Train: stage by stage, as the YAML file says. The same command again continues an interrupted run.
+
+    Example: [bold]uniml-rl train configs/quickstart.yaml seed=7 --folder runs/seed-7[/bold]
+    """
+    with _well_behaved(verbose, interrupted="The same command continues from the last checkpoint."):
+        from uniml_rl.run import train_from_yaml
+
+        train_from_yaml(Path(config), overrides or [], None if folder is None else Path(folder))
+
+
+@app.command()
+def check(config: Config, overrides: Overrides = None, verbose: Verbose = False) -> None:
+    """Check a config without training: its keys, its data, its models' sizes and the memory that they need.
+
+    Example: [bold]uniml-rl check configs/quickstart.yaml stages.image-align.group_size=8[/bold]
+    """
+    with _well_behaved(verbose):
+        from uniml_rl.check import check_from_yaml
+
+        check_from_yaml(Path(config), overrides or [])
+
+
+@app.command()
+def sample(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="A run's folder, one of its checkpoints, or a model's folder.", show_default=False
+        ),
+    ],
+    overrides: Overrides = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be given many times.", show_default=False)
+    ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option(help="A text file with one prompt per line.", show_default=False)
+    ] = None,
+    number: Annotated[int, typer.Option("--number", "-n", min=1, help="Samples per prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the samples.")] = Path("samples"),
+    verbose: Verbose = False,
+) -> None:
+    """Sample from a trained policy.
+
+    Example: [bold]uniml-rl sample runs/quickstart -p "a red apple" -p "a green frog" --number 4[/bold]
+    """
+    with _well_behaved(verbose):
+        prompts = [*(prompt or []), *_lines(prompts_file)]
+        if not prompts:
+            raise UserError("no prompts: give --prompt TEXT (as often as you like) or --prompts-file FILE.")
+        from uniml_rl.sampling import sample_from
+
+        sample_from(source, prompts, number, seed, out, overrides or [])
+
+
+@app.command()
+def eval(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN_OR_CONFIG", help="A run's folder, or a YAML file.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    verbose: Verbose = False,
+) -> None:
+    """Evaluate on the held-out prompts: a run's trained policies, or a config's models before any training.
+
+    Example: [bold]uniml-rl eval runs/quickstart[/bold]
+    """
+    with _well_behaved(verbose):
+        from uniml_rl.evaluation import evaluate_from
+
+        evaluate_from(source, overrides or [])
+
+
+@app.command()
+def export(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's folder, or one of its checkpoints.", show_default=False)
+    ],
+    to: Annotated[Path, typer.Option(help="Folder to write the model to.", show_default=False)],
+    policy: Annotated[
+        str | None,
+        typer.Option(help="Name of the policy; needed only if the run trains more than one.", show_default=False),
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Export a trained model as a folder that plain transformers or diffusers load with `from_pretrained`.
+
+    Example: [bold]uniml-rl export runs/quickstart --policy image --to models/aligned[/bold]
+    """
+    with _well_behaved(verbose):
+        from uniml_rl.export import export_from
+
+        export_from(run, to, policy)
+
+
+@app.command()
+def version() -> None:
+    """Print the versions that decide how a run comes out: this package, Python and the libraries below."""
+    typer.echo(f"uniml-rl {__version__}\npython {sys.version.split()[0]}")
+    for library in ("torch", "transformers", "diffusers", "peft", "accelerate", "open_clip_torch"):
+        typer.echo(f"{library} {_installed(library)}")
+
+
+def _installed(library: str) -> str:
+    try:
+        return version_of(library)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _lines(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompts-file: cannot read {str(path)!r} as text: {error}") from None
+    return [line for line in lines if line]
+
+
+@contextmanager
+def _well_behaved(verbose: bool, interrupted: str = "") -> Iterator[None]:
+    """Turns a user's mistake into one red message and exit code 2, Ctrl-C into 130, and keeps the libraries quiet."""
+    # A component of the user's own, `type: my_module:MyReward`, lies where the command is started; what is installed
+    # comes first, so that nothing there can take the place of a library.
+    sys.path.append(os.getcwd())
+    if not verbose:
+        _silence_libraries()
+    try:
+        yield
+    except UserError as error:
+        _say(f"Error: {error}", "bold red")
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        _say(f"Interrupted. {interrupted}".strip(), "yellow")
+        raise typer.Exit(130) from None
+
+
+def _say(message: str, style: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(message, style=style))
+
+
+def _silence_libraries() -> None:
+    """Their chatter drowns the progress bars. Set before they are imported; a variable that is already set stays."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    for library in LIBRARIES:
+        warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
+
+
+def main() -> None:
+    """The entry point of the `uniml-rl` command."""
+    app()
