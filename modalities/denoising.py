@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from modalities import samplers
 from modalities.base import Cut, DenoisingSegment, LogProbUnit, Need, Policy, Replay, Request, Trajectory
 from modalities.denoising_settings import DenoisingSampling, DenoisingSettings
-from modalities.errors import UserError
 from modalities.guidance import Condition, guided_prediction, mean_over_positions, outputs_of
-from modalities.lora import attach_lora
-from modalities.noise_process import NoiseProcess, sampler_name
+from modalities.lora import LoraSettings, attach_lora
+from modalities.noise_process import NoiseProcess, Schedule
 from modalities.pipeline_folder import export_pipeline, load_pipeline
 from modalities.samplers import expand
 from modalities.samples import Prompt, Sample
@@ -37,16 +36,6 @@ class Transition:
     features: Tensor | None  # [b, D] float32
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """A sampling run's table: T transitions."""
-
-    sampler: str
-    times: Tensor  # [T + 1]
-    std: Tensor  # [T]
-    guidance_scale: Tensor  # [T]
-
-
 class DenoisingPolicy(Policy):
     """A text-to-image or text-to-video diffusers pipeline whose denoiser is trained.
 
@@ -54,18 +43,15 @@ class DenoisingPolicy(Policy):
     """
 
     denoiser_component: ClassVar[str]
-    lora_targets: ClassVar[list[str]] = LORA_TARGETS
+    process_type: ClassVar[type[NoiseProcess]]
     reads_max_sequence_length: ClassVar[bool] = False
+    """Whether the text encoder's length can be chosen."""
     offers: frozenset[Need] = frozenset({"log_prob", "entropy", "mean", "std", "prediction", "features"})
     settings: DenoisingSettings
     sampling: DenoisingSampling
 
-    def __init__(
-        self, name: str, settings: DenoisingSettings, sampling: DenoisingSampling, folder: Path, device: str, seed: int
-    ) -> None:
-        self.name, self.settings, self.sampling, self.folder = name, settings, sampling, folder
-        if settings.max_sequence_length is not None and not self.reads_max_sequence_length:
-            raise UserError("max_sequence_length: this model's text encoder has a fixed length; remove the key.")
+    def __init__(self, name: str, settings: DenoisingSettings, folder: Path, device: str, seed: int) -> None:
+        self.name, self.settings, self.sampling, self.folder = name, settings, settings.sampling, folder
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.storage_dtype: torch.dtype = getattr(torch, settings.storage_dtype)
@@ -78,26 +64,34 @@ class DenoisingPolicy(Policy):
         self.vae.float()
         if settings.vae_tiling:
             self.vae.enable_tiling()
-        if settings.lora is None:
-            self.denoiser.requires_grad_(True)
-        else:
-            attach_lora(self.denoiser, settings.lora, self.lora_targets, seed)
-            self.denoiser.to(self.device)
+        self.make_trainable(self.denoiser, settings.lora, seed)
+        self.denoiser.to(self.device)
         if settings.gradient_checkpointing:
             self.denoiser.enable_gradient_checkpointing()  # type: ignore[operator]
         self.weight_sets = WeightSets(self.trainable_modules())
-        self.process = self.make_process(self.pipeline.scheduler.config)
-        self.schedule(sampling)  # a sampler that does not fit is an error now, not at the first rollout
+        self.process = self.process_type(self.pipeline.scheduler.config)
+        self.schedule(self.sampling)  # a sampler that does not fit is an error now, not at the first rollout
+
+    @classmethod
+    def make_trainable(cls, denoiser: nn.Module, lora: LoraSettings | None, seed: int) -> None:
+        """Attaches the adapter, or frees every weight; layers without effect on the output stay frozen."""
+        if lora is None:
+            denoiser.requires_grad_(True)
+        else:
+            attach_lora(denoiser, lora, LORA_TARGETS, seed)
+        for layer in cls.unused_layers(denoiser):
+            layer.requires_grad_(False)
 
     # What a family supplies
+
+    @classmethod
+    def unused_layers(cls, denoiser: nn.Module) -> list[nn.Module]:
+        """Layers that the denoiser computes but whose result it drops: their gradient is always zero."""
+        return []
 
     def absent_components(self) -> dict[str, None]:
         """Components of the folder that are not loaded."""
         return {}
-
-    @abstractmethod
-    def make_process(self, scheduler: Mapping[str, Any]) -> NoiseProcess:
-        """The noise process that the scheduler's configuration stands for."""
 
     @abstractmethod
     def encode_prompts(self, texts: list[str]) -> dict[str, Tensor]:
@@ -191,23 +185,7 @@ class DenoisingPolicy(Policy):
 
     def schedule(self, sampling: DenoisingSampling) -> Schedule:
         """The table of `sampling` for this model; UserError if its sampler, window or size does not fit."""
-        sampler = self.process.sampler(sampling)
-        times = self.process.times(sampling, self.sequence_length(self.latent_shape(sampling)))
-        std = self.process.std(times, sampler)
-        if sampling.window is not None:
-            levels = self.process.noise_levels(times[:-1])
-            low, high = sampling.window.steps or sampling.window.noise_levels or (0, 0)
-            place = torch.arange(len(std)) if sampling.window.steps else levels
-            std = torch.where((place >= low) & (place <= high), std, 0.0)
-            if not std.any():
-                allowed = f"steps 0..{len(levels) - 1}, noise levels {[round(level, 4) for level in levels.tolist()]}"
-                raise UserError(
-                    f"sampling.window: no stochastic transition lies in ({low}, {high}); there are {allowed}."
-                )
-        share = torch.arange(len(std)) / len(std)
-        start, end = sampling.guidance_interval
-        scale = torch.where((share >= start) & (share < end), sampling.guidance_scale, 1.0)
-        return Schedule(sampler_name(sampler), times, std, scale)
+        return self.process.schedule(sampling, self.sequence_length(self.latent_shape(sampling)))
 
     def _generate(self, requests: list[Request], sampling: DenoisingSampling, clean: Tensor | None) -> Trajectory:
         schedule = self.schedule(sampling)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from modalities.base import PolicyConfig, PolicySummary
+from modalities.errors import UserError
 from modalities.lora import LoraSettings
+from modalities.pipeline_folder import (
+    component_config,
+    empty_module,
+    frozen_parameters,
+    pipeline_class,
+    pipeline_folder,
+)
 from modalities.settings import Settings
+
+if TYPE_CHECKING:
+    from modalities.denoising import DenoisingPolicy
 
 
 class FlowSde(Settings):
@@ -111,7 +125,7 @@ class DenoisingSampling(Settings):
         return self
 
 
-class DenoisingSettings(Settings):
+class DenoisingSettings(PolicyConfig):
     """What every denoising policy's block has: a diffusers pipeline folder, and how it is trained and sampled."""
 
     model: str
@@ -138,12 +152,46 @@ class DenoisingSettings(Settings):
     """Rows that the VAE decodes together."""
     vae_tiling: bool = False
     """Decode large images tile by tile: less memory, faint seams."""
+    sampling: DenoisingSampling = DenoisingSampling()
+    """How samples are drawn in training."""
 
     @model_validator(mode="after")
     def _trained_weights_are_float32(self) -> DenoisingSettings:
         if self.lora is None and self.dtype != "float32":
             raise ValueError(
-                f"dtype: {self.dtype} is the type of frozen weights, but without `lora` every denoiser weight is trained, "
-                "in float32. Remove dtype, or add a `lora` block."
+                f"dtype: {self.dtype} is the type of frozen weights, but without `lora` every weight of the denoiser "
+                "is trained, in float32. Remove dtype, or add a `lora` block."
             )
         return self
+
+    def families(self) -> Mapping[str, type[DenoisingPolicy]]:
+        """The supported pipeline classes by name."""
+        raise NotImplementedError
+
+    def _family(self) -> tuple[type[DenoisingPolicy], Path]:
+        folder, families = pipeline_folder(self.model), self.families()
+        family = families[pipeline_class(folder, families)]
+        if self.max_sequence_length is not None and not family.reads_max_sequence_length:
+            raise UserError("max_sequence_length: this model's text encoder has a fixed length; remove the key.")
+        return family, folder
+
+    def build(self, name: str, device: str, seed: int) -> DenoisingPolicy:
+        """The policy; the class that the folder's model_index.json names chooses its family. UserError if none fits."""
+        family, folder = self._family()
+        return family(name, self, folder, device, seed)
+
+    def inspect(self) -> PolicySummary:
+        """Counts parameters from the folder's configurations and file headers, and checks the sampling settings."""
+        family, folder = self._family()
+        family.process_type(component_config(folder, "scheduler")).schedule(self.sampling, sequence_length=1024)
+        denoiser = empty_module(folder, family.denoiser_component)
+        family.make_trainable(denoiser, self.lora, seed=0)
+        counts = [(parameter.numel(), parameter.requires_grad) for parameter in denoiser.parameters()]
+        return PolicySummary(
+            model=f"{self.model} ({pipeline_class(folder, self.families())})",
+            sample_kind=family.sample_kind,
+            decisions=[("denoising", self.sampling.log_prob_unit)],
+            parameters=sum(count for count, _ in counts) + frozen_parameters(folder, family.denoiser_component),
+            trainable_parameters=sum(count for count, is_trained in counts if is_trained),
+            bytes_per_parameter=4 if self.dtype == "float32" else 2,
+        )

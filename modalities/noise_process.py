@@ -6,15 +6,27 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from modalities import samplers
-from modalities.denoising_settings import Cps, DanceSde, Ddim, DenoisingSampling, FlowSde, Sampler
+from modalities.denoising_settings import Cps, DanceSde, Ddim, DenoisingSampling, FlowSde, Sampler, Window
 from modalities.errors import UserError
 from modalities.samplers import expand
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A sampling run's table: T transitions."""
+
+    sampler: str
+    """Name of the kernel, and how it is scored where that is a choice."""
+    times: Tensor  # [T + 1]
+    std: Tensor  # [T]; 0 = deterministic
+    guidance_scale: Tensor  # [T]; 1 = no guidance
 
 
 class NoiseProcess(ABC):
@@ -22,6 +34,10 @@ class NoiseProcess(ABC):
 
     default_sampler: Sampler
     sampler_types: tuple[str, ...]
+
+    @abstractmethod
+    def __init__(self, scheduler: Mapping[str, Any]) -> None:
+        """`scheduler` is the configuration of the pipeline's scheduler; UserError if it is of another process."""
 
     @abstractmethod
     def times(self, sampling: DenoisingSampling, sequence_length: int) -> Tensor:
@@ -59,13 +75,36 @@ class NoiseProcess(ABC):
     def oracle(self, x: Tensor, clean: Tensor, time: Tensor) -> Tensor:
         """What a denoiser that knows the clean latent outputs at x."""
 
-    def sampler(self, sampling: DenoisingSampling) -> Sampler:
-        """The sampler of `sampling`; UserError if it does not fit the process."""
+    def schedule(self, sampling: DenoisingSampling, sequence_length: int) -> Schedule:
+        """The table of `sampling`; UserError if its sampler, steps or window do not fit the process."""
         sampler = sampling.sampler or self.default_sampler
         if sampler.type not in self.sampler_types:
-            allowed = ", ".join(self.sampler_types)
-            raise UserError(f"sampling.sampler.type: {sampler.type!r} does not fit this model; allowed are {allowed}.")
-        return sampler
+            raise UserError(
+                f"sampling.sampler.type: {sampler.type!r} does not fit this model; allowed are "
+                f"{', '.join(self.sampler_types)}."
+            )
+        times = self.times(sampling, sequence_length)
+        std = self.std(times, sampler)
+        if sampling.window is not None:
+            std = self._within(sampling.window, times, std)
+        share = torch.arange(len(std)) / len(std)
+        start, end = sampling.guidance_interval
+        scale = torch.where((share >= start) & (share < end), sampling.guidance_scale, 1.0)
+        unnormalised = isinstance(sampler, Cps) and sampler.log_prob == "unnormalised"
+        return Schedule("cps_unnormalised" if unnormalised else sampler.type, times, std, scale)
+
+    def _within(self, window: Window, times: Tensor, std: Tensor) -> Tensor:
+        levels = self.noise_levels(times[:-1])
+        low, high = window.steps or window.noise_levels or (0, 0)
+        place = torch.arange(len(std)) if window.steps else levels
+        inside = torch.where((place >= low) & (place <= high), std, 0.0)
+        if not inside.any():
+            stochastic = [(step, round(levels[step].item(), 4)) for step in range(len(std)) if std[step] > 0]
+            raise UserError(
+                f"sampling.window: no stochastic transition lies in ({low}, {high}); as (step, noise level) there "
+                f"are {stochastic}."
+            )
+        return inside
 
 
 class FlowProcess(NoiseProcess):
@@ -75,7 +114,6 @@ class FlowProcess(NoiseProcess):
     sampler_types = ("flow_sde", "dance_sde", "cps", "ode")
 
     def __init__(self, scheduler: Mapping[str, Any]) -> None:
-        """`scheduler` is the configuration of the pipeline's scheduler."""
         self.config = dict(scheduler)
         name = self.config.get("_class_name", "FlowMatchEulerDiscreteScheduler")
         self.is_euler = name == "FlowMatchEulerDiscreteScheduler"
@@ -230,9 +268,3 @@ class DiffusionProcess(NoiseProcess):
         alpha = self._alpha(time)
         noise = (x - expand(alpha.sqrt(), x) * clean) / expand((1 - alpha).sqrt(), x)
         return self.target(clean, noise, time)
-
-
-def sampler_name(sampler: Sampler) -> str:
-    """The name that a segment records: the kernel, and how it is scored where that is a choice."""
-    unnormalised = isinstance(sampler, Cps) and sampler.log_prob == "unnormalised"
-    return "cps_unnormalised" if unnormalised else sampler.type

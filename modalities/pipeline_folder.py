@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import nn
 
 from modalities.errors import UserError, did_you_mean
-from modalities.lora import LoraSettings, attach_lora, lora_layers, merged_state_dict, save_adapter
+from modalities.lora import lora_layers, merged_state_dict, save_adapter
 from modalities.sources import loading, resolve_model
 
 INDEX = "model_index.json"
@@ -49,6 +49,15 @@ def pipeline_class(folder: Path, supported: Iterable[str]) -> str:
     return name
 
 
+def component_config(folder: Path, component: str) -> dict[str, Any]:
+    """The configuration of a component; UserError if the folder lacks it."""
+    name = "scheduler_config.json" if component == "scheduler" else "config.json"
+    path = folder / component / name
+    if not path.is_file():
+        raise UserError(f"model: {str(folder)!r} is incomplete, it has no {component}/{name}.")
+    return dict(json.loads(path.read_text()))
+
+
 def load_pipeline(folder: Path, dtype: torch.dtype, trust_remote_code: bool, **components: Any) -> Any:
     """The pipeline with every component that its index lists; entries that it lists as null stay None."""
     import diffusers
@@ -75,27 +84,21 @@ def empty_module(folder: Path, component: str) -> nn.Module:
     """One component of diffusers' own classes, from its configuration, on the meta device."""
     import diffusers
 
-    library_and_class = read_index(folder).get(component)
-    if not library_and_class or not (folder / component / "config.json").is_file():
-        raise UserError(f"model: {str(folder)!r} has no {component}/config.json.")
-    model_class = getattr(diffusers, library_and_class[1])
+    config = component_config(folder, component)
     with torch.device("meta"):
-        module: nn.Module = model_class.from_config(model_class.load_config(folder / component))
+        module: nn.Module = getattr(diffusers, config["_class_name"]).from_config(config)
     return module
 
 
-def count_parameters(folder: Path, denoiser: str, lora: LoraSettings | None, targets: list[str]) -> dict[str, int]:
-    """`{"total": ..., "trainable": ...}` of the whole pipeline; no weight is loaded."""
-    module = empty_module(folder, denoiser)
-    if lora is not None:
-        attach_lora(module, lora, targets, seed=0)
-    own = sum(parameter.numel() for parameter in module.parameters())
-    frozen = 0
-    for component, entry in read_index(folder).items():
-        if component != denoiser and isinstance(entry, list) and entry[0] is not None:
-            frozen += sum(_elements(path) for path in (folder / component).glob("*.safetensors"))
-    trainable = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    return {"total": own + frozen, "trainable": trainable}
+def frozen_parameters(folder: Path, denoiser: str) -> int:
+    """Number of parameters of every component but the denoiser, from the headers of their files."""
+    paths = (
+        path
+        for component, entry in read_index(folder).items()
+        if component != denoiser and isinstance(entry, list) and entry[0] is not None
+        for path in (folder / component).glob("*.safetensors")
+    )
+    return sum(_elements(path) for path in paths)
 
 
 def _elements(path: Path) -> int:

@@ -25,6 +25,8 @@ from transformers import (
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -56,11 +58,9 @@ def clip_text_config(hidden: int) -> CLIPTextConfig:
     )
 
 
-def t5_encoder() -> T5EncoderModel:
-    config = T5Config(
-        vocab_size=len(t5_tokenizer()), d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4, dropout_rate=0.1
-    )
-    return T5EncoderModel(config).eval()
+def t5_sizes() -> dict[str, int]:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 2, "num_heads": 4}
+    return {"vocab_size": len(t5_tokenizer()), **sizes}
 
 
 def image_vae(latent_channels: int) -> AutoencoderKL:
@@ -137,7 +137,7 @@ def tiny_stable_diffusion_3(folder: Path, with_t5: bool = True, seed: int = 0, *
         tokenizer=clip_tokenizer(),
         text_encoder_2=CLIPTextModelWithProjection(clip_text_config(16)),
         tokenizer_2=clip_tokenizer(),
-        text_encoder_3=t5_encoder() if with_t5 else None,
+        text_encoder_3=T5EncoderModel(T5Config(**t5_sizes())) if with_t5 else None,
         tokenizer_3=t5_tokenizer() if with_t5 else None,
     )
     pipeline.save_pretrained(folder)
@@ -166,7 +166,7 @@ def tiny_wan(folder: Path, seed: int = 0) -> Path:
         vae=AutoencoderKLWan(
             base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
         ),
-        text_encoder=t5_encoder(),
+        text_encoder=UMT5EncoderModel(UMT5Config(**t5_sizes())),
         tokenizer=t5_tokenizer(),
     )
     pipeline.save_pretrained(folder)

@@ -9,21 +9,22 @@ from torch import Tensor, nn
 
 from modalities.errors import UserError
 from modalities.image.base import LatentImagePolicy
-from modalities.noise_process import DiffusionProcess, NoiseProcess
+from modalities.noise_process import DiffusionProcess
 
 
 class StableDiffusionPolicy(LatentImagePolicy):
     """A `StableDiffusionPipeline` folder, sampled with DDIM whatever scheduler it names. No safety checker is run."""
 
     denoiser_component = "unet"
+    process_type = DiffusionProcess
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._denoiser_config().time_cond_proj_dim is not None:
+            raise UserError(f"model: the UNet of {str(self.folder)!r} is distilled for a guidance input: unsupported.")
 
     def absent_components(self) -> dict[str, None]:
         return {"safety_checker": None, "feature_extractor": None, "image_encoder": None}
-
-    def make_process(self, scheduler: Mapping[str, Any]) -> NoiseProcess:
-        if self._denoiser_config().time_cond_proj_dim is not None:
-            raise UserError(f"model: the UNet of {str(self.folder)!r} is distilled for a guidance input, unsupported.")
-        return DiffusionProcess(scheduler)
 
     def encode_prompts(self, texts: list[str]) -> dict[str, Tensor]:
         prompt_embeds, _ = self.pipeline.encode_prompt(texts, self.device, 1, do_classifier_free_guidance=False)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from modalities.image.base import LatentImagePolicy
-from modalities.noise_process import FlowProcess, NoiseProcess
+from modalities.noise_process import FlowProcess
 
 
 class StableDiffusion3Policy(LatentImagePolicy):
     """A `StableDiffusion3Pipeline` folder. Without a T5 its embeddings are zeros, as in the pipeline."""
 
     denoiser_component = "transformer"
+    process_type = FlowProcess
     reads_max_sequence_length = True
     config_patch_size = True
 
-    def make_process(self, scheduler: Mapping[str, Any]) -> NoiseProcess:
-        return FlowProcess(scheduler)
+    @classmethod
+    def unused_layers(cls, denoiser: nn.Module) -> list[nn.Module]:
+        last: Any = cast(Any, denoiser).transformer_blocks[-1]  # it returns no text stream, so text asks nothing
+        return [last.attn.add_q_proj] if last.context_pre_only else []
 
     def encode_prompts(self, texts: list[str]) -> dict[str, Tensor]:
         length = self.settings.max_sequence_length

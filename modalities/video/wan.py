@@ -1,0 +1,103 @@
+"""Wan 2.1: a flow transformer over [C, F, H, W] latents, with one T5 text encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from modalities.denoising import DenoisingPolicy
+from modalities.denoising_settings import DenoisingSampling
+from modalities.errors import UserError
+from modalities.noise_process import FlowProcess
+from modalities.samples import Sample, Video
+
+if TYPE_CHECKING:
+    from modalities.video.config import VideoPolicyConfig, VideoSampling
+
+DEFAULT_HEIGHT, DEFAULT_WIDTH = 480, 832  # the pipeline's own
+
+
+class WanPolicy(DenoisingPolicy):
+    """A `WanPipeline` folder with one transformer (Wan 2.1). Sampled by its flow, not by a multistep scheduler."""
+
+    sample_kind = "video"
+    denoiser_component = "transformer"
+    process_type = FlowProcess
+    reads_max_sequence_length = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.pipeline.transformer_2 is not None or self.pipeline.config.expand_timesteps:
+            raise UserError(
+                f"model: {str(self.folder)!r} is a Wan 2.2 pipeline; only the one-stage Wan 2.1 is supported."
+            )
+
+    @property
+    def feature_size(self) -> int:  # type: ignore[override]
+        config: Any = self.denoiser.config
+        return int(config.num_attention_heads * config.attention_head_dim)
+
+    def trunk(self) -> nn.Module:
+        return cast(nn.Module, self.denoiser.norm_out)
+
+    def encode_prompts(self, texts: list[str]) -> dict[str, Tensor]:
+        length = self.settings.max_sequence_length
+        options = {} if length is None else {"max_sequence_length": length}
+        embeddings, _ = self.pipeline.encode_prompt(
+            texts, do_classifier_free_guidance=False, device=self.device, **options
+        )
+        return {"prompt_embeds": embeddings}
+
+    def denoise(self, latents: Tensor, model_times: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
+        output: Tensor = self.denoiser(
+            hidden_states=latents,
+            timestep=model_times,
+            encoder_hidden_states=embeddings["prompt_embeds"],
+            return_dict=False,
+        )[0]
+        return output
+
+    def latent_shape(self, sampling: DenoisingSampling) -> tuple[int, ...]:
+        config: Any = self.denoiser.config
+        space, time = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
+        frames = cast("VideoSampling", sampling).frames
+        if (frames - 1) % time:
+            raise UserError(
+                f"sampling.frames: {frames} is not one more than a multiple of {time}, as this model needs."
+            )
+        height, width = sampling.height or DEFAULT_HEIGHT, sampling.width or DEFAULT_WIDTH
+        for key, size, patch in (("height", height, config.patch_size[1]), ("width", width, config.patch_size[2])):
+            if size % (space * patch):
+                raise UserError(f"sampling.{key}: {size} is not a multiple of {space * patch}, which this model needs.")
+        return (config.in_channels, (frames - 1) // time + 1, height // space, width // space)
+
+    def sequence_length(self, shape: tuple[int, ...]) -> int:
+        patch = cast(Any, self.denoiser.config).patch_size
+        return (shape[1] // patch[0]) * (shape[2] // patch[1]) * (shape[3] // patch[2])
+
+    def _latent_statistics(self) -> tuple[Tensor, Tensor]:
+        statistics = (self.vae.config.latents_mean, self.vae.config.latents_std)
+        mean, std = (torch.tensor(values, device=self.device).reshape(-1, 1, 1, 1) for values in statistics)
+        return mean, std
+
+    def pixels_from_latents(self, latents: Tensor) -> Tensor:
+        mean, std = self._latent_statistics()
+        pixels: Tensor = self.vae.decode(latents * std + mean).sample  # [b, 3, F, H, W]
+        return pixels.transpose(1, 2)
+
+    def latents_from_samples(self, samples: Sequence[Sample]) -> Tensor:
+        videos = [sample for sample in samples if isinstance(sample, Video)]
+        if len(videos) != len(samples):
+            raise ValueError("a video policy encodes videos only.")
+        pixels = torch.stack([video.unit() for video in videos]).to(self.device).transpose(1, 2) * 2 - 1
+        mean, std = self._latent_statistics()
+        latents: Tensor = (self.vae.encode(pixels).latent_dist.mode() - mean) / std
+        return latents
+
+    def samples_from_pixels(self, pixels: Tensor, differentiable: bool) -> list[Sample]:
+        rate = cast("VideoPolicyConfig", self.settings).frames_per_second
+        videos = [Video(row, rate) for row in pixels]  # float first: uint8 would hide a NaN
+        return list(videos) if differentiable else [Video(video.uint8().cpu(), rate) for video in videos]
