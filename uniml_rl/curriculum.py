@@ -89,6 +89,7 @@ class Curriculum:
         self.store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
         self.position = Position()
         self.policies: dict[str, Policy] = {}
+        self._checkpoint_seconds: float | None = None
         self._restored: dict[str, Any] | None = None
         self._restored_weights: dict[str, Any] = {}
 
@@ -137,9 +138,12 @@ class Curriculum:
             if ended or (every and position.iteration % every == 0):
                 metrics |= self._evaluation_metrics(stage)
             metrics["stage/index"] = float(position.stage)
-            if not ended and position.total_iterations % self.config.checkpoint.every == 0:
-                metrics["time/checkpoint"] = self._save(stage)
+            if self._checkpoint_seconds is not None:
+                metrics["time/checkpoint"], self._checkpoint_seconds = self._checkpoint_seconds, None
+            # The row comes first: a checkpoint that is found says that the rows up to it are on the disk.
             self.writer.write(config.name, position.iteration, position.total_iterations, metrics)
+            if not ended and position.total_iterations % self.config.checkpoint.every == 0:
+                self._checkpoint_seconds = self._save(stage)
             self.progress.advance(position.iteration, metrics)
         self.progress.note(f"stage {config.name} ended: {reason}")
         self._close(stage)

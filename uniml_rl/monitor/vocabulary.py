@@ -77,12 +77,12 @@ METRICS: dict[str, Metric] = {
         "nats per decision", "mean", "k3 estimate of the distance between the policy that sampled and the current one."
     ),
     "loss/total": Metric(
-        "1", "sum", "What was differentiated: the sum of all terms with their factors, mean over updates."
+        "1", "sum", "What was differentiated: all terms with their factors, summed over the iteration's optimizer steps."
     ),
-    "loss/policy": Metric("1", "sum", "The clipped surrogate or other policy objective, globally normalised."),
-    "loss/value": Metric("1", "sum", "Half the (clipped) squared error of the value head, before its factor."),
-    "loss/kl": Metric("1", "sum", "The KL term of the loss, before its coefficient."),
-    "loss/entropy": Metric("1", "sum", "The entropy bonus with its sign, before its coefficient."),
+    "loss/policy": Metric("1", "sum", "The clipped surrogate or other policy objective, summed over the iteration's optimizer steps."),
+    "loss/value": Metric("1", "sum", "The value term before its factor, summed over the iteration's optimizer steps."),
+    "loss/kl": Metric("1", "sum", "The KL term before its coefficient, summed over the iteration's optimizer steps."),
+    "loss/entropy": Metric("1", "sum", "The entropy bonus with its sign, before its coefficient, summed likewise."),
     "value/explained_variance": Metric(
         "1", "explained variance", "Of the returns by the critic's values before the update."
     ),
@@ -112,7 +112,7 @@ METRICS: dict[str, Metric] = {
     ),
     "time/update": Metric("s", "sum per rank", "Replays with gradient, backward and optimizer steps."),
     "time/evaluation": Metric("s", "sum per rank", "Evaluation on held-out prompts."),
-    "time/checkpoint": Metric("s", "sum per rank", "Writing a checkpoint."),
+    "time/checkpoint": Metric("s", "sum per rank", "Writing the checkpoint after the iteration before."),
     "time/iteration": Metric("s", "sum per rank", "The whole iteration, without evaluation and checkpoint."),
     "throughput/samples_per_second": Metric("samples/s", "rate", "Samples of the iteration over its time."),
     "throughput/decisions_per_second": Metric(
@@ -182,10 +182,7 @@ def define(name: str) -> Metric:
     for pattern, metric in _PATTERNS:
         if pattern.fullmatch(name):
             return metric
-    raise ValueError(
-        f"metric {name!r} is not in the vocabulary{did_you_mean(name, METRICS)} "
-        "Every metric is defined in uniml_rl/monitor/vocabulary.py and docs/metrics.md."
-    )
+    raise ValueError(f"metric {name!r} is not in uniml_rl/monitor/vocabulary.py{did_you_mean(name, METRICS)}")
 
 
 def metrics_page() -> str:
@@ -193,8 +190,8 @@ def metrics_page() -> str:
     lines = [
         "# Metrics",
         "",
-        "Every figure in `metrics.jsonl` and TensorBoard. A run cannot log a metric that is not in this table, nor with",
-        "another reduction. One row is one iteration: one rollout and its updates. This page is made by",
+        "Every figure in `metrics.jsonl` and TensorBoard. A run cannot log a metric that is not in this table, nor",
+        "with another reduction. One row is one iteration: one rollout and its updates. This page is made by",
         "`python -m uniml_rl.monitor.vocabulary > docs/metrics.md`.",
         "",
         "All ranks reduce the union of their metrics' names. NaN and infinite values are left out of a metric and",

@@ -1,0 +1,183 @@
+"""A run that is killed anywhere and started again ends as one that was never killed, bit for bit."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from modalities.errors import UserError
+from uniml_rl import checkpoint
+from uniml_rl.engines.torch_engine import TorchEngine
+from uniml_rl.run import train_from_yaml
+
+CONFIG = """
+name: killed
+seed: 5
+policies:
+  letters: {{type: "toy_policy:ToyConfig"}}
+stages:
+  - name: first
+    policy: letters
+    prompts: {{type: file, path: {prompts}}}
+    prompts_per_iteration: 2
+    group_size: 3
+    rewards: {{a: {{type: regex, pattern: a, timeout_seconds: null}}}}
+    algorithm: {{name: ddpo, surrogate: {{low: 0.2}}, minibatches: 2, epochs: 2}}
+    optimizer: {{learning_rate: 0.1}}
+    ema: {{decay: 0.5}}
+    until: {{iterations: 4}}
+    evaluation: {{prompts: {{type: file, path: {prompts}}}, count: 2, samples_per_prompt: 2, every: 2}}
+  - name: second
+    policy: letters
+    prompts: {{type: file, path: {prompts}}}
+    prompts_per_iteration: 3
+    group_size: 2
+    rewards: {{b: {{type: regex, pattern: b, timeout_seconds: null}}}}
+    algorithm:
+      name: ppo
+      minibatches: 2
+      kl: {{coefficient: 0.1, adaptive: {{target: 0.05, horizon: 100}}}}
+    critic: {{}}
+    optimizer: {{learning_rate: 0.1}}
+    rehearsal: [{{stage: first, share: 0.3}}]
+    until: {{iterations: 5}}
+checkpoint: {{every: 2}}
+"""
+VOLATILE = ("time/", "throughput/", "memory/")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("config")
+    (folder / "prompts.txt").write_text("one\ntwo\nthree\nfour\nfive\n")
+    (folder / "run.yaml").write_text(CONFIG.format(prompts=folder / "prompts.txt"))
+    return folder / "run.yaml"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train_from_yaml(config, [], folder)
+    return folder
+
+
+def train_killed_at(config: Path, folder: Path, target: object, name: str, call: int) -> bool:
+    """Trains in a child process that kills itself at the n-th call of `target.name`; whether it was killed."""
+    child = os.fork()
+    if child == 0:
+        original, calls = getattr(target, name), [0]
+
+        def counted(*args: object, **kwargs: object) -> object:
+            calls[0] += 1
+            if calls[0] == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(target, name, counted)
+        try:
+            train_from_yaml(config, [], folder)
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def rows(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.pop("time")
+        line["metrics"] = {k: v for k, v in line["metrics"].items() if not k.startswith(VOLATILE)}
+    return lines
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    newest = [checkpoint.CheckpointStore(run / "checkpoints", 1).latest() for run in (folder, other)]
+    weights = [load_file(path / "letters.safetensors") for path in newest if path]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert rows(folder) == rows(other)
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    steps = [event.step for event in events.Scalars("reward/mean")]
+    assert steps == list(range(1, 10))
+
+
+MOMENTS = [
+    (TorchEngine, "backward", 3),  # before the first checkpoint, in the middle of an update
+    (TorchEngine, "step", 10),
+    (checkpoint, "save_file", 1),  # the first checkpoint, half written
+    (checkpoint, "save_file", 2),
+    (checkpoint, "sync_folder", 1),  # between write and rename
+    (checkpoint, "sync_folder", 2),  # just after the rename
+    (checkpoint, "sync_folder", 3),  # the end of a stage
+    (TorchEngine, "attach", 2),  # opening the second stage
+    (TorchEngine, "step", 22),  # in the second stage, with a critic and an adaptive KL
+    (checkpoint, "sync_folder", 7),
+]
+
+
+@pytest.mark.parametrize(("target", "name", "call"), MOMENTS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_a_killed_run_ends_like_an_uninterrupted_one(
+    config: Path, uninterrupted: Path, tmp_path: Path, target: object, name: str, call: int
+) -> None:
+    folder = tmp_path / "run"
+    assert train_killed_at(config, folder, target, name, call), "the moment was never reached"
+    train_from_yaml(config, [], folder)
+    assert_same_run(folder, uninterrupted)
+
+
+def test_a_run_killed_again_and_again_still_arrives(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    kills = 0
+    while train_killed_at(config, folder, TorchEngine, "backward", 20):
+        kills += 1
+        assert kills < 30, "no progress between kills"
+    assert kills >= 3
+    assert_same_run(folder, uninterrupted)
+
+
+def test_a_finished_run_is_left_alone(config: Path, uninterrupted: Path) -> None:
+    before = rows(uninterrupted)
+    train_from_yaml(config, [], uninterrupted)
+    assert rows(uninterrupted) == before
+
+
+def test_a_changed_config_is_refused_with_the_difference(config: Path, uninterrupted: Path) -> None:
+    with pytest.raises(UserError, match=r"stages.second.until.iterations: 5 -> 6(?s:.*)--folder"):
+        train_from_yaml(config, ["stages.second.until.iterations=6"], uninterrupted)
+
+
+def test_a_folder_in_use_is_refused(config: Path, tmp_path: Path) -> None:
+    with checkpoint.locked(tmp_path / "run"), pytest.raises(UserError, match="in use by another process"):
+        train_from_yaml(config, [], tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_is_named(uninterrupted: Path) -> None:
+    path = checkpoint.CheckpointStore(uninterrupted / "checkpoints", 1).latest()
+    assert path is not None
+    weights = path / "letters.safetensors"
+    good = weights.read_bytes()
+    try:
+        weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        with pytest.raises(UserError, match=r"letters\.safetensors is missing or damaged"):
+            checkpoint.load_checkpoint(path)
+    finally:
+        weights.write_bytes(good)
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = checkpoint.CheckpointStore(tmp_path, keep=1)
+    good = store.save(1, {"policy": {"w": torch.ones(2)}}, {}, {})
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "sync_folder", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        store.save(2, {"policy": {"w": torch.ones(2)}}, {}, {})
+    assert store.complete() == [good]
+    assert torch.equal(checkpoint.load_checkpoint(good).weights["policy"]["w"], torch.ones(2))
