@@ -85,7 +85,14 @@ def sample(
             metavar="SOURCE", help="A run's folder, one of its checkpoints, or a model's folder.", show_default=False
         ),
     ],
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Keys of the policy's `sampling` block to change: temperature=0.7",
+            show_default=False,
+        ),
+    ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be given many times.", show_default=False)
     ] = None,
@@ -94,7 +101,12 @@ def sample(
     ] = None,
     number: Annotated[int, typer.Option("--number", "-n", min=1, help="Samples per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for the samples.")] = Path("samples"),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the samples; by default inside the run's.", show_default=False)
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Name of the policy; by default the one trained last.", show_default=False)
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Sample from a trained policy.
@@ -105,9 +117,9 @@ def sample(
         prompts = [*(prompt or []), *_lines(prompts_file)]
         if not prompts:
             raise UserError("no prompts: give --prompt TEXT (as often as you like) or --prompts-file FILE.")
-        from uniml_rl.sampling import sample_from
+        from uniml_rl.saved import sample_from
 
-        sample_from(source, prompts, number, seed, out, overrides or [])
+        sample_from(source, prompts, number, seed, out, overrides or [], policy)
 
 
 @app.command()
@@ -123,7 +135,7 @@ def eval(
     Example: [bold]uniml-rl eval runs/quickstart[/bold]
     """
     with _well_behaved(verbose):
-        from uniml_rl.evaluation import evaluate_from
+        from uniml_rl.saved import evaluate_from
 
         evaluate_from(source, overrides or [])
 
@@ -136,7 +148,7 @@ def export(
     to: Annotated[Path, typer.Option(help="Folder to write the model to.", show_default=False)],
     policy: Annotated[
         str | None,
-        typer.Option(help="Name of the policy; needed only if the run trains more than one.", show_default=False),
+        typer.Option(help="Name of the policy; by default the one trained last.", show_default=False),
     ] = None,
     verbose: Verbose = False,
 ) -> None:
@@ -145,7 +157,7 @@ def export(
     Example: [bold]uniml-rl export runs/quickstart --policy image --to models/aligned[/bold]
     """
     with _well_behaved(verbose):
-        from uniml_rl.export import export_from
+        from uniml_rl.saved import export_from
 
         export_from(run, to, policy)
 

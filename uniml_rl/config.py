@@ -14,13 +14,14 @@ from pydantic_core import core_schema
 
 from modalities.errors import UserError, did_you_mean
 from uniml_rl.schema import Option, TypedBlock, describe, example, field_options, keys_of, options, typed_block
-from uniml_rl.yaml_files import KeyPath, LoadedConfig, dump_yaml, inline_yaml, load_yaml
+from uniml_rl.yaml_files import KeyPath, LoadedConfig, dump_yaml, inline_yaml, load_yaml, overlay
 
 __all__ = [
     "LoadedConfig",
     "TypedBlock",
     "difference",
     "load_yaml",
+    "overlay",
     "problems",
     "resolved_dump",
     "typed_block",

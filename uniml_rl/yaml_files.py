@@ -107,9 +107,17 @@ def load_yaml(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Lo
 
     Raises UserError that names file and line: unreadable file, bad YAML, duplicate keys, bases that form a circle.
     """
-    tree = _read_with_bases(Path(path), (), "")
+    return _loaded(Path(path), _read_with_bases(Path(path), (), ""), overrides)
+
+
+def overlay(values: Mapping[str, Any], overrides: Sequence[str], name: str) -> LoadedConfig:
+    """Overrides laid over values that no file holds; messages call these by `name`. Raises UserError as `load_yaml`."""
+    return _loaded(Path(name), _locate_all(values, name), overrides)
+
+
+def _loaded(path: Path, tree: Located, overrides: Sequence[str]) -> LoadedConfig:
     tree = _merge(tree, _override_tree(overrides))
-    return LoadedConfig(Path(path), _plain(tree), dict(_locations(tree, ())))
+    return LoadedConfig(path, _plain(tree), dict(_locations(tree, ())))
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
@@ -302,6 +310,12 @@ def _plain(tree: Located) -> Any:
     if isinstance(tree.value, dict):
         return {key: _plain(item) for key, item in tree.value.items()}
     return [_plain(item) for item in tree.value] if isinstance(tree.value, list) else tree.value
+
+
+def _locate_all(value: Any, where: str) -> Located:
+    if isinstance(value, Mapping):
+        return Located({key: _locate_all(item, where) for key, item in value.items()}, where)
+    return Located([_locate_all(item, where) for item in value] if isinstance(value, list) else value, where)
 
 
 def _locations(tree: Located, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:

@@ -23,7 +23,7 @@ INTERFACE = {
     "check": ["CONFIG", "[KEY=VALUE]", "--verbose/-v"],
     "sample": [
         *("SOURCE", "[KEY=VALUE]", "--prompt/-p PROMPT...", "--prompts-file PROMPTS_FILE", "--number/-n NUMBER=1"),
-        *("--seed SEED=0", "--out OUT=samples", "--verbose/-v"),
+        *("--seed SEED=0", "--out OUT", "--policy POLICY", "--verbose/-v"),
     ],
     "eval": ["RUN_OR_CONFIG", "[KEY=VALUE]", "--verbose/-v"],
     "export": ["RUN", "--to TO (required)", "--policy POLICY", "--verbose/-v"],
@@ -52,14 +52,14 @@ HANDED_OVER = {
     "train a.yaml x.y=1 --folder out z=2": ("run", "train_from_yaml", (Path("a.yaml"), ["x.y=1", "z=2"], Path("out"))),
     "train a.yaml": ("run", "train_from_yaml", (Path("a.yaml"), [], None)),
     "check a.yaml x=-1": ("check", "check_from_yaml", (Path("a.yaml"), ["x=-1"])),
-    "sample runs/a -p one -p two -n 3 --seed 7 --out o x=1": (
-        "sampling", "sample_from", ("runs/a", ["one", "two"], 3, 7, Path("o"), ["x=1"]),
+    "sample runs/a -p one -p two -n 3 --seed 7 --out o x=1 --policy text": (
+        "saved", "sample_from", ("runs/a", ["one", "two"], 3, 7, Path("o"), ["x=1"], "text"),
     ),
     "sample runs/a --prompts-file prompts.txt": (
-        "sampling", "sample_from", ("runs/a", ["a red apple", "ein grüner Frosch"], 1, 0, Path("samples"), []),
+        "saved", "sample_from", ("runs/a", ["a red apple", "ein grüner Frosch"], 1, 0, None, [], None),
     ),
-    "eval runs/a x=1": ("evaluation", "evaluate_from", ("runs/a", ["x=1"])),
-    "export runs/a --to out --policy image": ("export", "export_from", ("runs/a", Path("out"), "image")),
+    "eval runs/a x=1": ("saved", "evaluate_from", ("runs/a", ["x=1"])),
+    "export runs/a --to out --policy image": ("saved", "export_from", ("runs/a", Path("out"), "image")),
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from modalities.errors import UserError
 from modalities.settings import Settings
-from uniml_rl.config import difference, load_yaml, resolved_dump, typed_block, validate
+from uniml_rl.config import difference, load_yaml, overlay, resolved_dump, typed_block, validate
 from uniml_rl.schema import example, field_options, keys_of
 from uniml_rl.yaml_files import dump_yaml, inline_yaml
 
@@ -346,7 +346,7 @@ WRONG_OVERRIDES = {
     "stages.first.shape={type: triangl}": ["stages.first.shape.type: triangl: must be one of 'circle', 'square'"],
     "stages.first.shape={radius: 1}": ["stages.first.shape.type: must be one of 'circle', 'square'"],
     "stages.first.speakers.one.volume=3": ["stages.first.speakers.one.volume: 3: must be a number > 0 < 1"],
-    "stages.first.speakers.one.volum=3": ["one.volum: unknown key; allowed here: volume, repeats; did you mean 'volume'?"],
+    "stages.first.speakers.one.volum=3": ["one.volum: unknown key; allowed here: volume, repeats; did you mean"],
     "stages.first.speakers.one.type=lod": ["one.type: lod: must be one of loud, quiet", "did you mean 'loud'?"],
     "stages.first.speakers.two.volume=0.5": ["stages.first.speakers.two.type: required: one of loud, quiet"],
     "stages.first.speakers.two=loud": ["stages.first.speakers.two: loud: must be a block whose `type` is one of"],
@@ -396,6 +396,15 @@ def test_all_mistakes_come_at_once_each_with_its_own_file_and_line(write: Any) -
         "  command line: speaker.volume: 2: must be a number > 0 < 1",
     ):
         assert line in message, message
+
+
+def test_overrides_of_values_that_no_file_holds_name_their_block() -> None:
+    changed = validate(Until, overlay(Until(iterations=3).model_dump(), ["share=1e-3"], "until"))
+    assert changed == Until(iterations=3, share=1e-3)
+    with pytest.raises(UserError, match=r"^command line: shre: unknown key; .*did you mean 'share'"):
+        validate(Until, overlay({"iterations": 3}, ["shre=1"], "until"))
+    with pytest.raises(UserError, match=r"^until: iterations: -3: must be a whole number >= 0 or null$"):
+        validate(Until, overlay({"iterations": -3}, [], "until"))
 
 
 def test_a_bug_inside_a_component_is_not_dressed_up_as_a_mistake_of_the_user(write: Any) -> None:
