@@ -35,7 +35,7 @@ def expand(patterns: str | list[str]) -> list[Path]:
             path = _inside_bundled(name)
             found = [path] if path.exists() else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
             if not found:
-                raise UserError(f"path {name!r}: no such file{_nearest(path)}.")
+                raise UserError(f"path {name!r}: no such file{_nearest(path)}")
             for file in found:
                 if file.is_dir():
                     raise UserError(f"path {name!r} is a folder; name its files, for example {str(file / '*.txt')!r}.")
@@ -59,7 +59,7 @@ def _nearest(path: Path) -> str:
     if close:
         return f"; did you mean {str(missing.parent / close[0])!r}?"
     shown = ", ".join(siblings[:8]) + (", ..." if len(siblings) > 8 else "")
-    return f"; {missing.parent} holds {shown or 'nothing'}"
+    return f"; {missing.parent} holds {shown or 'nothing'}."
 
 
 def read_records(paths: str | list[str], format: str = "auto") -> list[Record]:
@@ -79,10 +79,10 @@ def read_records(paths: str | list[str], format: str = "auto") -> list[Record]:
 
 def _format_of(path: Path) -> str:
     if path.suffix not in FORMATS:
-        hint = {".json": "; a JSON array goes into one object per line, .jsonl", ".gz": "; unpack it first"}
+        hint = {".json": "; write one object per line", ".gz": "; unpack it first"}
         raise UserError(
-            f"{path}: the ending {path.suffix!r} says no format; allowed are {', '.join(FORMATS)}"
-            f"{hint.get(path.suffix) or did_you_mean(path.suffix, FORMATS)}. Or set `format`."
+            f"{path}: the ending {path.suffix!r} says no format; set `format`, or use one of {', '.join(FORMATS)}"
+            f"{hint.get(path.suffix) or did_you_mean(path.suffix, FORMATS)}"
         )
     return FORMATS[path.suffix]
 
@@ -114,7 +114,8 @@ def read_json_lines(path: Path) -> Iterator[Record]:
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
-            torn = "; the line breaks off, so the file may be cut" if error.pos >= len(text) else ""
+            breaks_off = error.pos >= len(text) or error.msg.startswith("Unterminated")
+            torn = "; the line breaks off, so the file may be cut" if breaks_off else ""
             raise UserError(
                 f"{place}: not JSON, column {error.colno}: {error.msg}{torn}. Line: {text[:80]!r}"
             ) from None

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from modalities.errors import UserError, did_you_mean
+from modalities.randomness import seeded_generator
 from modalities.samples import Prompt
 from modalities.settings import Settings
 from uniml_rl.data.files import Record, read_records
@@ -128,7 +129,8 @@ class ReasoningGymPromptsConfig(Settings):
     size: int = Field(default=1000, ge=1)
     """Number of puzzles in an epoch."""
     seed: int = 0
-    """Seed of the puzzles themselves; evaluation takes another one."""
+    """Seed of the puzzles themselves; evaluation takes another one. It is hashed before reasoning-gym sees it, whose
+    puzzle i of seed s is puzzle 0 of seed s + i, so that neighbouring seeds would share nearly all puzzles."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The dataset's own options, such as `{max_terms: 3}`."""
     template: str = "{question}"
@@ -156,21 +158,26 @@ class ReasoningGymPromptsConfig(Settings):
         from reasoning_gym.factory import DATASETS, create_dataset  # takes seconds, and most runs have no puzzles
 
         if self.dataset not in DATASETS:
-            hint = did_you_mean(self.dataset, DATASETS) or f"; it has {', '.join(sorted(DATASETS))}"
-            raise UserError(f"reasoning_gym has no dataset {self.dataset!r}{hint}.")
+            hint = did_you_mean(self.dataset, DATASETS) or f"; it has {', '.join(sorted(DATASETS))}."
+            raise UserError(f"reasoning_gym has no dataset {self.dataset!r}{hint}")
         allowed = {field.name for field in dataclasses.fields(DATASETS[self.dataset][1])} - {"seed", "size"}
         for name in self.options:
             if name not in allowed:
                 raise UserError(
-                    f"reasoning_gym dataset {self.dataset!r} has no option {name!r}{did_you_mean(name, allowed)}; "
-                    f"allowed are {', '.join(sorted(allowed))}."
+                    f"reasoning_gym dataset {self.dataset!r} has no option {name!r}; allowed are "
+                    f"{', '.join(sorted(allowed))}{did_you_mean(name, allowed)}"
                 )
         try:
-            return create_dataset(self.dataset, seed=self.seed, size=self.size, **self.options)
+            return create_dataset(self.dataset, seed=_spread(self.seed), size=self.size, **self.options)
         except (AssertionError, TypeError, ValueError) as error:
             raise UserError(
                 f"reasoning_gym dataset {self.dataset!r} refuses options {self.options}: {error}"
             ) from error
+
+
+def _spread(seed: int) -> int:
+    """A 31-bit hash of the seed: more is not accepted by every dataset's generator."""
+    return seeded_generator(seed).initial_seed() >> 32
 
 
 def _names(fields: Mapping[str, Any]) -> str:
@@ -180,7 +187,7 @@ def _names(fields: Mapping[str, Any]) -> str:
 def _missing(key: str, field: str, record: Record) -> UserError:
     return UserError(
         f"{record.place}: {key} {field!r} is not in the record, which has {_names(record.fields)}"
-        f"{did_you_mean(field, record.fields)}."
+        f"{did_you_mean(field, record.fields)}"
     )
 
 

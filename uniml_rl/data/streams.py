@@ -131,9 +131,9 @@ class RecordPromptStream(PromptStream):
 class MixedPromptStream(PromptStream):
     """Several streams as one: rehearsal of earlier stages' prompts beside the stage's own.
 
-    Position p of the mixture belongs to the stream that is furthest behind its share, so every stretch of n prompts
-    holds n * share of each to within one. `DrawnPrompt.source` is the stream's place in `streams`, and prompt indices
-    are `source * SOURCE_STRIDE + index`; those of source 0 are unchanged.
+    Each position belongs to the stream that is furthest behind its share, so the first n prompts of two streams hold
+    n * share of each to within one, and of k streams to within k. `DrawnPrompt.source` is the stream's place in
+    `streams`, and prompt indices are `source * SOURCE_STRIDE + index`; those of source 0 are unchanged.
     """
 
     def __init__(self, streams: Sequence[PromptStream], shares: Sequence[float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -89,6 +90,11 @@ class _Pen:
 
     def write(self, x: int, y: int, text: str, width: int, colour: str) -> None:
         line = " ".join(text.split())
-        while line and self._draw.textlength(line, font=self._font) > width:
-            line = line[:-4].rstrip() + "..." if len(line) > 4 else ""
+        if self._width(line) > width:
+            lengths = range(len(line))
+            fitting = bisect_right(lengths, width, key=lambda length: self._width(line[:length] + "..."))
+            line = line[: max(0, fitting - 1)] + "..."
         self._draw.text((x, y), line, fill=colour, font=self._font)
+
+    def _width(self, line: str) -> float:
+        return self._draw.textlength(line, font=self._font)

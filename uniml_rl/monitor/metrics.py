@@ -127,7 +127,7 @@ class Metrics:
 
     def _finite(self, name: str, values: Values, mask: Tensor | None) -> Tensor:
         """[N] float64: the finite ones of the values that count; the others become `nonfinite/<name>`."""
-        flat = torch.as_tensor(values).detach().to("cpu", torch.float64).flatten()
+        flat = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach().flatten()
         if mask is not None:
             flat = flat[mask.detach().cpu().flatten()]
         finite = flat[flat.isfinite()]

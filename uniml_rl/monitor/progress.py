@@ -34,11 +34,11 @@ class Progress:
                 progress.TextColumn("{task.fields[activity]}", markup=False),
                 console=self._console,
             )
-        self._task = progress.TaskID(0)
+        self._task: progress.TaskID | None = None
         self._stage = ""
         self._iterations: int | None = None
-        self._started = 0.0
-        self._done_before = 0
+        self._last_advance: float | None = None
+        self._durations: list[float] = []
 
     def __enter__(self) -> Progress:
         if self._bars is not None:
@@ -56,9 +56,10 @@ class Progress:
 
         `iterations` is how many it has at most; None if only a condition ends it.
         """
+        self.activity("")
         self._stage = f"{name} {index + 1}/{stages}"
         self._iterations = iterations
-        self._started, self._done_before = time.monotonic(), done
+        self._last_advance, self._durations = None, []
         if self._bars is not None:
             self._task = self._bars.add_task(
                 self._stage, total=iterations, completed=done, figures=self._count(done), activity=""
@@ -67,17 +68,17 @@ class Progress:
             self._print(f"{self._stage}: " + ("starts" if not done else f"continues after {self._count(done)}"))
 
     def activity(self, what: str) -> None:
-        """What goes on right now (rollout, reward, update ...); shown on terminals only."""
-        if self._bars is not None:
+        """What goes on right now (rollout, reward, update ...); shown beside the stage's bar on terminals only."""
+        if self._bars is not None and self._task is not None:
             self._bars.update(self._task, activity=what)
 
     def advance(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """`iteration` iterations of the stage are done, the last with these metrics."""
-        seconds_each = (time.monotonic() - self._started) / max(1, iteration - self._done_before)
         parts = [self._count(iteration), *_figures(metrics)]
-        if self._iterations is not None:
+        seconds_each = self._seconds_each(metrics)
+        if self._iterations is not None and seconds_each is not None:
             parts.append(f"{_duration(seconds_each * (self._iterations - iteration))} left")
-        if self._bars is not None:
+        if self._bars is not None and self._task is not None:
             self._bars.update(self._task, completed=iteration, figures="  ".join(parts), activity="")
         else:
             self._print(f"{self._stage}: iteration " + "  ".join(parts))
@@ -85,6 +86,16 @@ class Progress:
     def note(self, message: str) -> None:
         """A line that stays, above the bars."""
         self._print(message)
+
+    def _seconds_each(self, metrics: Mapping[str, float]) -> float | None:
+        """Mean seconds of an iteration of this stage so far, with what happened between two of them."""
+        now = time.monotonic()
+        if self._last_advance is not None:
+            self._durations.append(now - self._last_advance)
+        elif "time/iteration" in metrics:  # before the first one lies the first evaluation, which does not come again
+            self._durations.append(metrics["time/iteration"])
+        self._last_advance = now
+        return sum(self._durations) / len(self._durations) if self._durations else None
 
     def _count(self, iteration: int) -> str:
         return str(iteration) if self._iterations is None else f"{iteration}/{self._iterations}"

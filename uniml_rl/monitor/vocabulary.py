@@ -77,9 +77,13 @@ METRICS: dict[str, Metric] = {
         "nats per decision", "mean", "k3 estimate of the distance between the policy that sampled and the current one."
     ),
     "loss/total": Metric(
-        "1", "sum", "What was differentiated: all terms with their factors, summed over the iteration's optimizer steps."
+        "1",
+        "sum",
+        "What was differentiated: all terms with their factors, summed over the iteration's optimizer steps.",
     ),
-    "loss/policy": Metric("1", "sum", "The clipped surrogate or other policy objective, summed over the iteration's optimizer steps."),
+    "loss/policy": Metric(
+        "1", "sum", "The clipped surrogate or other policy objective, summed over the iteration's optimizer steps."
+    ),
     "loss/value": Metric("1", "sum", "The value term before its factor, summed over the iteration's optimizer steps."),
     "loss/kl": Metric("1", "sum", "The KL term before its coefficient, summed over the iteration's optimizer steps."),
     "loss/entropy": Metric("1", "sum", "The entropy bonus with its sign, before its coefficient, summed likewise."),
