@@ -110,9 +110,10 @@ def load_transformers_clip(folder: Path | str, device: str) -> ClipModel:
     from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
     with loading(str(folder)):
-        model, report = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        loaded: Any = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         processor = AutoImageProcessor.from_pretrained(folder)
+    model, report = loaded
     if report["missing_keys"]:  # transformers would go on with random numbers
         raise UserError(
             f"{folder} lacks weights of its CLIP model: {', '.join(sorted(report['missing_keys'])[:3])} ..."

@@ -161,12 +161,13 @@ class RewardSet:
                     for row in rows
                 ]
         scores = torch.cat(parts)
-        counted = failures.total()
-        non_finite = int((~scores.isfinite()).sum()) - counted
+        non_finite = int((~scores.isfinite()).sum()) - failures.total()
         if non_finite:
+            row = int((~scores.isfinite()).nonzero()[0])
+            error = ScoringError("non_finite", f"the score of prompt {prompts[row].index} is {float(scores[row])}")
             if config.on_error == "fail":
-                row = int((~scores.isfinite()).nonzero()[0])
-                raise self._fatal(name, prompts[row], ScoringError("non_finite", f"the score is {float(scores[row])}"))
+                raise self._fatal(name, prompts[row], error)
+            self._warn(name, error, f"on {non_finite} of {len(samples)} samples, which are left out")
             failures["non_finite"] += non_finite
         return torch.where(scores.isfinite(), scores, torch.nan), failures
 
@@ -199,8 +200,9 @@ class RewardSet:
             raise
         except Exception as error:
             raise ScoringError(type(error).__name__, str(error)) from error
-        if scores.shape != (len(samples),):
-            raise TypeError(f"Reward {name!r} returned {tuple(scores.shape)} scores for {len(samples)} samples.")
+        if not isinstance(scores, Tensor) or scores.shape != (len(samples),):
+            what = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise TypeError(f"Reward {name!r} returned {what} for {len(samples)} samples; expected a tensor [B].")
         return scores.float().cpu()
 
     def _warn(self, name: str, error: ScoringError, where: str) -> None:
