@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from modalities.errors import UserError
@@ -44,12 +43,3 @@ def test_the_example_scores_from_the_pages_own_yaml(my_rewards):
     assert result.valid.tolist() == [True, False] and result.failures["keywords"] == {"non_finite": 1}
     with pytest.raises(UserError, match="scores text, but the policy makes image"):
         rewards.check("image")
-
-
-def test_the_example_runs_in_a_process_of_its_own(my_rewards, monkeypatch):
-    monkeypatch.setattr(my_rewards.KeywordShare, "separate_process", True)
-    config = my_rewards.KeywordShareConfig(timeout_seconds=30)
-    rewards = RewardSet.build({"keywords": config}, "cpu")
-    result = rewards.score([Text("SUN", 1, True)], [Prompt("p", 0, record={"keywords": ["sun"]})], 0)
-    rewards.close()
-    assert torch.equal(result.total, torch.ones(1))
