@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modalities.base import DenoisingSegment, Segment, TokenSegment, Trajectory
 from modalities.samples import Image, Text
 from uniml_rl.monitor.metrics import Metrics, peak_memory_gib
-from uniml_rl.monitor.sample_metrics import distinct_share, measure_samples
+from uniml_rl.monitor.sample_metrics import distinct_share, measure_rollout, measure_samples
 from uniml_rl.monitor.vocabulary import METRICS, REDUCTIONS, define, metrics_page
 
 FEW = settings(max_examples=50, deadline=None)
@@ -181,7 +182,7 @@ def test_unknown_names_and_other_reductions_are_errors() -> None:
         with pytest.raises(ValueError, match="not in"):
             define(name)
     assert define("reward/CLIP score/raw_mean") is METRICS["reward/{reward}/raw_mean"]
-    assert define("learning_rate/chain/writer") is METRICS["learning_rate/{module}"]
+    assert define("learning_rate/chain/writer") is METRICS["learning_rate/{optimizer}"]
 
 
 def test_the_page_is_the_vocabulary() -> None:
@@ -212,6 +213,19 @@ def test_samples_are_measured_by_group() -> None:
     pictures = Metrics()
     measure_samples(pictures, [Image(torch.zeros(3, 2, 2))], [0])
     assert pictures.reduce() == {}
+
+
+def test_near_ties_of_token_segments_are_added_up() -> None:
+    def segment(kind: type, **more) -> Segment:
+        row = torch.zeros(1, 1)
+        group = torch.zeros(1, dtype=torch.long)
+        mask = torch.ones(1, 1, dtype=torch.bool)
+        return kind("a", group, row, mask, mask, ~mask, "token", 0, ["eos"], [], **more)
+
+    segments = [segment(TokenSegment, near_ties=2), segment(DenoisingSegment), segment(TokenSegment, near_ties=3)]
+    metrics = Metrics()
+    measure_rollout(metrics, Trajectory(segments, []))
+    assert metrics.reduce() == {"rollout/near_ties": 5.0}
 
 
 def test_peak_memory_is_the_kernels_high_water_mark_in_gib() -> None:

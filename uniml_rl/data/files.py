@@ -9,12 +9,12 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from braceexpand import UnbalancedBracesError, braceexpand
+from braceexpand import braceexpand
 
 from modalities.errors import UserError, did_you_mean
+from modalities.sources import assets
 from uniml_rl.data.shards import Record, read_shard
 
-_ASSETS = Path(__file__).resolve().parents[2] / "assets"
 FORMATS = {".txt": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".tar": "webdataset"}
 
 
@@ -27,7 +27,7 @@ def expand(patterns: str | list[str]) -> list[Path]:
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         try:
             names = list(braceexpand(pattern))
-        except UnbalancedBracesError:
+        except ValueError:
             raise UserError(
                 f"path {pattern!r}: a brace is open; write shard-{{000..011}}.tar or {{a,b}}.txt."
             ) from None
@@ -45,7 +45,7 @@ def expand(patterns: str | list[str]) -> list[Path]:
 
 def _inside_bundled(name: str) -> Path:
     if name.startswith("bundled:"):
-        return _ASSETS / name.removeprefix("bundled:")
+        return assets() / name.removeprefix("bundled:")
     return Path(name).expanduser()
 
 

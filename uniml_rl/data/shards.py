@@ -105,7 +105,7 @@ def _members(path: Path) -> Iterator[tuple[tarfile.TarInfo, StoredBytes]]:
                         )
                     if member.isfile():
                         yield member, StoredBytes(path, member.offset_data, member.size, member.name)
-                    archive.members.clear()  # a shard's index would otherwise be kept twice
+                    archive.members.clear()  # type: ignore[attr-defined]  # the index would be kept twice
         except tarfile.TarError as error:
             raise UserError(f"{path}: not a readable tar at byte {position}: {error}. Fetch the shard again.") from None
         handle.seek(position)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,5 +97,5 @@ class _Pen:
             line = line[: max(0, fitting - 1)] + "..."
         self._draw.text((x, y), line, fill=colour, font=self._font)
 
-    def _width(self, line: str) -> float:
-        return self._draw.textlength(line, font=self._font)
+    def _width(self, line: str) -> int:
+        return math.ceil(self._draw.textlength(line, font=self._font))

@@ -109,8 +109,8 @@ def write_report(
         lines += [line for note in report.notes for line in (note, "")]
         lines += [*markdown_table(_HEADINGS, _cells(report)), ""]
         for grid in report.grids:
-            path = Path(os.path.relpath(grid, folder)).as_posix()
-            lines += [f"{'!' if grid.suffix == '.png' else ''}[{path}](<{path}>)", ""]
+            link = Path(os.path.relpath(grid, folder)).as_posix()
+            lines += [f"{'!' if grid.suffix == '.png' else ''}[{link}](<{link}>)", ""]
     if next_commands:
         lines += ["## Next", "", "```bash", *next_commands, "```", ""]
     path = folder / "report.md"

@@ -1,9 +1,10 @@
-"""What can be said of samples without a reward."""
+"""What can be said of samples and of how they were made, without a reward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from modalities.base import TokenSegment, Trajectory
 from modalities.samples import Sample, Text
 from uniml_rl.monitor.metrics import Metrics
 
@@ -25,6 +26,13 @@ def measure_samples(metrics: Metrics, samples: Sequence[Sample], groups: Sequenc
             share = distinct_share(group_texts, size)
             if share is not None:
                 metrics.mean(f"text/distinct_{size}", share)
+
+
+def measure_rollout(metrics: Metrics, trajectory: Trajectory) -> None:
+    """Adds the near-ties of token draws to `metrics`."""
+    for segment in trajectory.segments:
+        if isinstance(segment, TokenSegment):
+            metrics.sum("rollout/near_ties", segment.near_ties)
 
 
 def distinct_share(texts: Iterable[str], size: int) -> float | None:

@@ -91,7 +91,7 @@ def _save(folder: Path, name: str, rows: list[_PromptRow], most_in_grid: int) ->
 def _grid_row(row: _PromptRow) -> Row:
     blocks = {
         heading: [
-            Cell(to_picture(scored.sample), [f"{reward} {_number(value)}" for reward, value in scored.scores.items()])
+            Cell(to_picture(scored.sample), [f"{_number(value)} {reward}" for reward, value in scored.scores.items()])
             for scored in block
         ]
         for heading, block in row.samples.items()

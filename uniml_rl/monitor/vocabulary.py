@@ -30,7 +30,7 @@ REDUCTIONS: dict[Reduction, str] = {
 
 @dataclass(frozen=True)
 class Metric:
-    """What a metric is. `{...}` in a metric's name stands for a name: of a reward, a module or another metric."""
+    """What a metric is. `{...}` in a metric's name stands for a name: of a reward, an optimizer or another metric."""
 
     unit: str
     reduction: Reduction
@@ -43,7 +43,6 @@ METRICS: dict[str, Metric] = {
     ),
     "reward/std": Metric("reward", "standard deviation", "Of the weighted sum over all samples of the iteration."),
     "reward/{reward}/raw_mean": Metric("the reward's own", "mean", "The reward before its weight, over valid samples."),
-    "reward/{reward}/raw_std": Metric("the reward's own", "standard deviation", "The same values' spread."),
     "reward/{reward}/weighted_mean": Metric(
         "reward", "mean", "The reward times its current weight, over valid samples."
     ),
@@ -73,9 +72,6 @@ METRICS: dict[str, Metric] = {
         "1", "mean", "exp(log p_current − log p_old) over trained decisions; 1 at the first update."
     ),
     "policy/ratio_max_deviation": Metric("1", "maximum", "Largest |ratio − 1| over trained decisions."),
-    "policy/kl_old": Metric(
-        "nats per decision", "mean", "k3 estimate of the distance between the policy that sampled and the current one."
-    ),
     "loss/total": Metric(
         "1",
         "sum",
@@ -100,14 +96,16 @@ METRICS: dict[str, Metric] = {
         "sum",
         "Token draws whose uniform number lay within rounding of an edge of the cumulative distribution.",
     ),
-    "gradient/norm": Metric("1", "mean", "L2 norm of the gradient over all trained parameters before clipping."),
-    "gradient/norm/{module}": Metric("1", "mean", "The same for one optimizer's modules."),
+    "gradient/norm/{optimizer}": Metric(
+        "1", "mean", "L2 norm of the gradient over one optimizer's parameters, before clipping."
+    ),
     "gradient/skipped_steps": Metric(
         "steps", "sum per rank", "Optimizer steps of the iteration that were skipped for a non-finite gradient."
     ),
-    "update/weight_ratio": Metric("1", "mean", "‖Δw‖ / ‖w‖ of an optimizer step over the trained parameters."),
-    "update/weight_ratio/{module}": Metric("1", "mean", "The same for one optimizer's modules."),
-    "learning_rate/{module}": Metric("1", "last", "Learning rate of that module's optimizer at this iteration."),
+    "update/weight_ratio/{optimizer}": Metric(
+        "1", "mean", "‖Δw‖ / ‖w‖ of an optimizer step over one optimizer's parameters."
+    ),
+    "learning_rate/{optimizer}": Metric("1", "last", "Learning rate of that optimizer at this iteration."),
     "time/rollout": Metric("s", "sum per rank", "Sampling."),
     "time/decode": Metric("s", "sum per rank", "From latents or tokens to samples."),
     "time/reward": Metric("s", "sum per rank", "Scoring."),
@@ -156,16 +154,9 @@ for _weights, _whose in (("eval", "raw"), ("eval_ema", "EMA")):
         ),
         f"{_weights}/{{reward}}/difference_high": Metric("the reward's own", "last", "Its upper end."),
         f"{_weights}/{{reward}}/failures": Metric("samples", "last", "Held-out samples without a score."),
-        f"{_weights}/text/length_mean": Metric("tokens", "last", "As `text/length_mean`, on the held-out samples."),
-        f"{_weights}/text/finished_share": Metric(
-            "share", "last", "As `text/finished_share`, on the held-out samples."
-        ),
-        f"{_weights}/text/distinct_1": Metric("share", "last", "As `text/distinct_1`, on the held-out samples."),
-        f"{_weights}/text/distinct_2": Metric("share", "last", "As `text/distinct_2`, on the held-out samples."),
-        f"{_weights}/kl": Metric("as kl/reference", "last", "As `kl/reference`, on the held-out samples."),
     }
 
-_PLACEHOLDERS = {"reward": "[^/]+", "module": ".+", "metric": ".+"}
+_PLACEHOLDERS = {"reward": "[^/]+", "optimizer": ".+", "metric": ".+"}
 
 
 def _pattern(name: str) -> re.Pattern[str]:
@@ -207,7 +198,7 @@ def metrics_page() -> str:
         "",
         "## Vocabulary",
         "",
-        "`{reward}`, `{module}` and `{metric}` stand for names.",
+        "`{reward}`, `{optimizer}` and `{metric}` stand for names.",
         "",
     ]
     rows = [
