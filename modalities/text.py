@@ -21,12 +21,22 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from modalities.base import Cut, LogProbUnit, Need, Policy, Replay, Request, TokenSegment, Trajectory
+from modalities.base import (
+    Cut,
+    LogProbUnit,
+    Need,
+    Policy,
+    PolicyConfig,
+    PolicySummary,
+    Replay,
+    Request,
+    TokenSegment,
+    Trajectory,
+)
 from modalities.errors import UserError
 from modalities.lora import LoraSettings, attach_lora, lora_layers, merged_state_dict, save_adapter
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample, Text
-from modalities.settings import Settings
 from modalities.sources import loading, resolve_model
 from modalities.tokens import (
     Decisions,
@@ -47,7 +57,7 @@ DEFAULT_LORA_TARGETS = (
 )
 
 
-class TextPolicyConfig(Settings):
+class TextPolicyConfig(PolicyConfig):
     """A causal language model as a policy."""
 
     type: Literal["text"] = "text"
@@ -105,9 +115,8 @@ class TextPolicyConfig(Settings):
             )
         return TextPolicy(name, model, tokenizer, self, torch.device(device), seed)
 
-    def inspect(self) -> dict[str, int]:
-        """Counts from the configuration alone, on the meta device: parameters, trainable, layers, hidden_size and
-        vocabulary."""
+    def inspect(self) -> PolicySummary:
+        """Counts on the meta device, from the model's configuration alone."""
         source = resolve_model(self.model, kind="transformers")
         with loading(self.model):
             config = AutoConfig.from_pretrained(source, trust_remote_code=self.trust_remote_code)
@@ -115,14 +124,15 @@ class TextPolicyConfig(Settings):
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
         if self.lora is not None:
             attach_lora(model, self.lora, DEFAULT_LORA_TARGETS, seed=0)
-        text = config.get_text_config()
-        return {
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "trainable": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-            "layers": text.num_hidden_layers,
-            "hidden_size": text.hidden_size,
-            "vocabulary": text.vocab_size,
-        }
+        parameters = list(model.parameters())
+        return PolicySummary(
+            model=f"{self.model} ({type(model).__name__})",
+            sample_kind="text",
+            decisions=[("tokens", "token")],
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            bytes_per_parameter=getattr(torch, self.dtype).itemsize,
+        )
 
 
 class CausalTokenModel(nn.Module):
