@@ -11,7 +11,7 @@ from modalities.errors import did_you_mean
 from modalities.settings import Settings
 from uniml_rl.algorithms.presets import merge_preset
 from uniml_rl.algorithms.settings import AlgorithmSettings
-from uniml_rl.config import typed_block
+from uniml_rl.config import overlay, typed_block, validate
 from uniml_rl.engines.base import OptimizerSettings
 
 POLICIES = {
@@ -243,4 +243,5 @@ def evaluation_sampling(policy_config: Any, evaluation: EvaluationSettings) -> A
         if evaluation.sampling:
             raise ValueError(f"evaluation.sampling {sorted(evaluation.sampling)}: this policy has no sampling settings")
         return None
-    return type(sampling).model_validate({**sampling.model_dump(), **evaluation.sampling})
+    changed = {**sampling.model_dump(by_alias=True), **evaluation.sampling}
+    return validate(type(sampling), overlay(changed, (), "evaluation.sampling"))
