@@ -191,8 +191,6 @@ def test_whitening_is_a_z_score_over_the_entries_under_the_mask():
     found = batch_advantages(values, mask, epsilon=0.0)
     torch.testing.assert_close(found[mask], torch.tensor(scipy.stats.zscore([1, 5, 2, -4])).float())
     assert torch.equal(found[~mask], torch.zeros(2))
-    uncentred = batch_advantages(values, mask, epsilon=2.0, center=False)
-    torch.testing.assert_close(uncentred[mask], torch.tensor([1, 5, 2, -4] / (np.std([1, 5, 2, -4]) + 2)).float())
     assert batch_advantages(values, mask, epsilon=0.0, scale=False)[mask].tolist() == [0.0, 4.0, 1.0, -5.0]
 
 

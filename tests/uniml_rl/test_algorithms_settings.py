@@ -8,9 +8,13 @@ import torch
 import yaml
 
 from modalities.errors import UserError
+from modalities.settings import Settings
 from uniml_rl.algorithms.presets import PRESETS, merge_preset, resolve_algorithm
 from uniml_rl.algorithms.settings import AlgorithmSettings, replay_tolerance
 from uniml_rl.algorithms.surrogate import SURROGATES
+from uniml_rl.build import AlgorithmBlock
+from uniml_rl.config import validate
+from uniml_rl.yaml_files import load_yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "algorithms").glob("*.md"))
@@ -65,21 +69,29 @@ def test_merging_leaves_the_table_alone():
     assert repr(PRESETS) == before
 
 
+class Stage(Settings):
+    """A stage as far as its algorithm goes."""
+
+    algorithm: AlgorithmBlock
+    """The block under test."""
+
+
 @pytest.mark.parametrize(
     ("block", "fragments"),
     [
-        ({"name": "gpro"}, ["algorithm.name 'gpro'", "grpo, ppo", "did you mean 'grpo'"]),
-        ({"name": None}, ["algorithm.name None", "ddpo"]),
-        ({}, ["algorithm.name None"]),
-        ([], ["algorithm: []"]),
+        ("gpro", ["algorithm: ", "name 'gpro'", "grpo, ppo", "did you mean 'grpo'"]),
+        ({"name": "gpro"}, ["algorithm: name 'gpro'", "did you mean 'grpo'"]),
+        ({}, ["algorithm: name None", "ddpo, flow_grpo"]),
+        ([], ["algorithm: []", "a block with a name"]),
         ({"name": "grpo", "surogate": {}}, ["algorithm.surogate", "did you mean 'surrogate'"]),
         ({"name": "grpo", "kl": {"coeficient": 1}}, ["algorithm.kl.coeficient", "did you mean 'coefficient'"]),
         ({"name": "grpo", "kl": {"adaptive": {"target": 1}}}, ["algorithm.kl.adaptive.horizon", "required"]),
-        ({"name": "grpo", "surrogate": {"low": -1}}, ["algorithm.surrogate.low", "greater than 0", "-1"]),
-        ({"name": "grpo", "advantage": {"scale": "std"}}, ["algorithm.advantage.scale", "'group_std'", "'std'"]),
-        ({"name": "grpo", "advantage": {"type": "grup"}}, ["algorithm.advantage.type 'grup'", "did you mean 'group'"]),
-        ({"name": "grpo", "advantage": {"gamma": 1}}, ["algorithm.advantage.gamma", "'group'", "key of type 'gae'"]),
-        ({"name": "grpo", "advantage": {"lambda": 1}}, ["algorithm.advantage.lambda", "key of type 'gae'"]),
+        ({"name": "grpo", "surrogate": {"low": -1}}, ["algorithm.surrogate.low: -1"]),
+        ({"name": "grpo", "advantage": {"scale": "std"}}, ["algorithm.advantage.scale: std", "'group_std'"]),
+        ({"name": "grpo", "advantage": {"type": "grup"}}, ["algorithm.advantage.type: grup", "did you mean 'group'"]),
+        ({"name": "grpo", "advantage": {"gamma": 1}}, ["algorithm.advantage.gamma", "scale, epsilon, clip"]),
+        ({"name": "grpo", "advantage": {"lambda": 1}}, ["algorithm.advantage.lambda", "scale, epsilon, clip"]),
+        ({"name": "ppo", "advantage": {"lambda_": 1}}, ["algorithm.advantage.lambda_", "did you mean 'lambda'"]),
         ({"name": "ddpo", "advantage": {"min_count": 17}}, ["min_count 17", "buffer_size 16"]),
         ({"name": "ppo", "value": None}, ["gae needs a critic", "`value` block"]),
         ({"name": "ppo", "advantage": {"type": "group"}}, ["'group' has no use for a critic", "value: null"]),
@@ -93,15 +105,16 @@ def test_merging_leaves_the_table_alone():
             {"name": "grpo", "ratio": "sequence", "aggregation": {"mode": "token_mean"}},
             ["ratio: sequence", "token_mean"],
         ),
-        ({"name": "grpo", "mismatch": {"type": "mask", "cap": 2}}, ["algorithm.mismatch.cap", "'truncate'"]),
+        ({"name": "grpo", "mismatch": {"type": "mask", "cap": 2}}, ["algorithm.mismatch.cap", "low, high, level"]),
         ({"name": "grpo", "mismatch": {"type": "mask", "low": 1.5}}, ["band [1.5, 2.0] must hold 1"]),
-        ({"name": "grpo", "epochs": 0, "minibatches": 0}, ["algorithm.epochs", "algorithm.minibatches"]),
+        ({"name": "grpo", "epochs": 0, "minibatches": 0}, ["algorithm.epochs: 0", "algorithm.minibatches: 0"]),
     ],
 )
-def test_a_wrong_block_is_answered_with_the_key_the_value_and_the_way_out(block, fragments):
+def test_a_wrong_block_in_a_file_is_answered_with_the_key_the_value_and_the_way_out(block, fragments, tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"algorithm": block}))
     with pytest.raises(UserError) as error:
-        resolve_algorithm(block)
-    for fragment in fragments:
+        validate(Stage, load_yaml(tmp_path / "run.yaml"))
+    for fragment in ["run.yaml:", *fragments]:
         assert fragment in str(error.value)
 
 

@@ -1,15 +1,12 @@
-"""The critic's loss, explained variance, and the KL coefficient's controllers."""
+"""The critic's loss and the controllers of the KL coefficient."""
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from uniml_rl.algorithms.controllers import AdaptiveKL, FixedKL
-from uniml_rl.algorithms.value import clipped_value_loss, explained_variance, explained_variance_sums
+from uniml_rl.algorithms.value import clipped_value_loss
 
 
 @pytest.mark.parametrize(
@@ -42,32 +39,6 @@ def test_returns_and_old_values_receive_no_gradient():
     values, old, returns = (torch.full((1, 1), x, requires_grad=True) for x in (0.0, 0.0, 1.0))
     clipped_value_loss(values, old, returns, clip=0.2).loss.sum().backward()
     assert values.grad is not None and old.grad is None and returns.grad is None
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from([0.0, 1000.0]))
-def test_explained_variance_over_ranks_is_that_of_all_decisions(seed, offset):
-    generator = torch.Generator().manual_seed(seed)
-    returns, noise = torch.randn(4, 6, generator=generator) + offset, torch.randn(4, 6, generator=generator)
-    values = returns + 0.7 * noise - 0.3  # a constant error of the critic explains nothing away
-    mask = torch.rand(4, 6, generator=generator) < 0.7
-    mask[0, :2] = True
-    dirty = torch.where(mask, values, torch.nan)
-    sums = sum(explained_variance_sums(dirty[part], returns[part], mask[part]) for part in (slice(0, 1), slice(1, 4)))
-    r, v = returns[mask].double().numpy(), values[mask].double().numpy()
-    assert explained_variance(sums) == pytest.approx(1 - np.var(r - v) / np.var(r), rel=1e-6, abs=1e-6)
-
-
-def test_explained_variance_of_perfect_constant_and_absent_predictions():
-    returns, mask = torch.tensor([[1.0, 2.0, 4.0]]), torch.ones(1, 3, dtype=torch.bool)
-    assert explained_variance(explained_variance_sums(returns, returns, mask)) == 1
-    assert explained_variance(explained_variance_sums(torch.ones(1, 3), returns, mask)) == pytest.approx(0)
-    assert explained_variance(explained_variance_sums(2 * returns, returns, mask)) == pytest.approx(0)
-    assert explained_variance(explained_variance_sums(-returns, returns, mask)) == pytest.approx(-3)
-    for constant in (0.0, 0.1, 1e6 + 0.1):
-        tied = torch.full((1, 3), constant)
-        assert math.isnan(explained_variance(explained_variance_sums(returns, tied, mask)))
-    assert math.isnan(explained_variance(explained_variance_sums(returns, returns, ~mask)))
 
 
 def test_a_fixed_coefficient_stays_and_takes_a_changed_setting_on_resume():

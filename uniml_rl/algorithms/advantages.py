@@ -83,22 +83,16 @@ def leave_one_out(rewards: Tensor, valid: Tensor, groups: Tensor) -> tuple[Tenso
 
 
 def batch_advantages(
-    values: Tensor,
-    mask: Tensor,
-    *,
-    epsilon: float,
-    center: bool = True,
-    scale: bool = True,
-    reduce: Reduce | None = None,
+    values: Tensor, mask: Tensor, *, epsilon: float, scale: bool = True, reduce: Reduce | None = None
 ) -> Tensor:
     """Whitening: (x - mean) / (std + epsilon) over all entries under the mask, over all ranks with `reduce`.
 
-    Serves rewards [B] (one entry per sample) and advantages [B, T] (one per decision) alike; `center=False` keeps the
-    mean, `scale=False` the spread. One entry under the mask gets exactly 0. float32, 0 outside of the mask.
+    Serves rewards [B] (one entry per sample) and advantages [B, T] (one per decision) alike; `scale=False` only
+    centres. A single entry, and equal ones, get exactly 0. float32, 0 outside of the mask.
     """
     values = _clean(values, mask)
     mean, std = _moments(values, mask, reduce)
-    centred = values - mean if center else values
+    centred = values - mean
     return torch.where(mask, _scaled(centred, std + epsilon) if scale else centred, 0.0).float()
 
 

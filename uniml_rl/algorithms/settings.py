@@ -84,7 +84,7 @@ class BatchAdvantage(Settings):
 class GAEAdvantage(Settings):
     """Generalised advantage estimation with a critic: PPO."""
 
-    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(serialize_by_alias=True)
 
     type: Literal["gae"] = "gae"
     """Compare each decision's outcome with a critic's expectation."""
