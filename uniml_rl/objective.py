@@ -385,7 +385,7 @@ class PolicyGradientObjective(Objective):
         old, returns = (cut.take(x).to(values.device) for x in (experience.values, experience.returns))
         term = aggregate(clipped_value_loss(values, old, returns, self.settings.value.clip).loss, weights, denominator)
         metrics.sum("loss/value", term.detach())
-        return [term]
+        return [self.settings.value.coefficient * term]
 
     # -- from iteration to iteration -------------------------------------------------------------------------------
 
