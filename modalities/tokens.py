@@ -23,19 +23,15 @@ from modalities.settings import Settings
 _TIE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-class TokenSampling(Settings):
-    """How tokens are drawn. The temperature divides the logits in sampling, in replay and in the reference alike."""
+class SoftmaxSampling(Settings):
+    """How a token is drawn. The temperature divides the logits in sampling, in replay and in the reference alike."""
 
-    max_new_tokens: int = Field(default=128, ge=1)
-    """Longest response in tokens, an end-of-sequence token included."""
     temperature: float = Field(default=1.0, ge=0)
     """Divides the logits everywhere; 0 takes the most probable token (evaluation only)."""
     top_k: int | None = Field(default=None, ge=1)
     """Draw among the k most probable tokens; evaluation only."""
     top_p: float | None = Field(default=None, gt=0, lt=1)
     """Draw among the fewest tokens whose probability reaches this sum; evaluation only."""
-    eos_token_ids: list[int] | None = Field(default=None, min_length=1)
-    """Tokens that end a response; None takes the model's own (text: of the tokenizer and the generation config)."""
     rows_per_batch: int = Field(default=64, ge=1)
     """Most samples that are generated at the same time."""
     fixed_shape: bool = False
@@ -54,6 +50,15 @@ class TokenSampling(Settings):
         return None
 
 
+class TokenSampling(SoftmaxSampling):
+    """How responses are drawn."""
+
+    max_new_tokens: int = Field(default=128, ge=1)
+    """Longest response in tokens, an end-of-sequence token included."""
+    eos_token_ids: list[int] | None = Field(default=None, min_length=1)
+    """Tokens that end a response; None takes the model's own (text: of the tokenizer and the generation config)."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """Tokens drawn from logits."""
@@ -68,7 +73,7 @@ def uniform_draws(keys: Sequence[SampleKey], count: int) -> Tensor:
     return torch.stack([torch.rand(count, generator=key.generator(), dtype=torch.float64) for key in keys])
 
 
-def choose_tokens(logits: Tensor, uniforms: Tensor, sampling: TokenSampling) -> Choice:
+def choose_tokens(logits: Tensor, uniforms: Tensor, sampling: SoftmaxSampling) -> Choice:
     """Draws by inverting the cumulative distribution, so a draw depends on its logits and its uniform number alone.
 
     `logits` are [b, V] in any floating dtype, `uniforms` [b] float64. A draw whose uniform number lies within rounding
@@ -90,7 +95,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, sampling: TokenSampling) -> 
     return Choice(tokens, chosen, (margin <= tolerance).sum())
 
 
-def _truncate(probabilities: Tensor, sampling: TokenSampling) -> Tensor:
+def _truncate(probabilities: Tensor, sampling: SoftmaxSampling) -> Tensor:
     if sampling.top_k is not None and sampling.top_k < probabilities.shape[-1]:
         smallest = probabilities.topk(sampling.top_k, dim=-1).values[:, -1:]
         probabilities = probabilities.masked_fill(probabilities < smallest, 0.0)
