@@ -224,7 +224,7 @@ def _number_within(limits: Mapping[str, Any]) -> float:
     return 1 if inside else limits.get("ge", limits.get("le", middle))
 
 
-NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null", Path: "a path"}
+NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
 BOUNDS = {"gt": "> {}", "ge": ">= {}", "lt": "< {}", "le": "<= {}", "multiple_of": "a multiple of {}"}
 
 
@@ -235,28 +235,28 @@ def _describe(option: Option) -> str:
         return _describe_block(kind)
     if model is not None:
         return f"a block with the keys {', '.join(map(str, keys_of(model)))}"
-    if kind is None or kind is NoneType:
+    bounds = " and ".join(text.format(f"{limits[name]:g}") for name, text in BOUNDS.items() if name in limits)
+    sizes = {name: limits[name] for name in ("min_length", "max_length") if name in limits}
+    size = " and ".join(f"at {'least' if name == 'min_length' else 'most'} {bound}" for name, bound in sizes.items())
+    if kind in (None, NoneType):
         return "null"
-    text = NAMES.get(kind) or _describe_collection(kind)
-    text += "".join(f" {BOUNDS[name].format(f'{limits[name]:g}')}" for name in BOUNDS if name in limits)
-    unit = "character" if kind is str else "item"
-    for name, bound in (("min_length", "at least"), ("max_length", "at most")):
-        if name in limits:
-            text += f" of {bound} {limits[name]} {unit}{'s' if limits[name] != 1 else ''}"
+    if kind not in NAMES:
+        return _describe_collection(kind, f" of {size}" if size else "")
+    text = f"{NAMES[kind]} {bounds}".rstrip() + (f" of {size} characters" if size else "")
     return text + (f" that matches {limits['pattern']}" if "pattern" in limits else "")
 
 
-def _describe_collection(kind: Any) -> str:
+def _describe_collection(kind: Any, size: str) -> str:
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if kind is Any:
         return "anything"
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"a mapping from names to {describe(options(arguments[1]))}" if arguments else "a mapping"
-    if isinstance(origin, type) and issubclass(origin, tuple) and arguments and Ellipsis not in arguments:
+    if not isinstance(origin, type) or not issubclass(origin, Mapping | Sequence | AbstractSet):
+        return getattr(kind, "__name__", str(kind))
+    if issubclass(origin, Mapping):
+        return f"a mapping{size}" + (f" from names to {describe(options(arguments[1]))}" if arguments else "")
+    if issubclass(origin, tuple) and arguments and Ellipsis not in arguments:
         return f"a list of {len(arguments)}: {', '.join(describe(options(item)) for item in arguments)}"
-    if isinstance(origin, type) and issubclass(origin, Sequence | AbstractSet):
-        return f"a list of {describe(options(arguments[0]))}" if arguments else "a list"
-    return getattr(kind, "__name__", str(kind))
+    return f"a list{size}" + (f", each {describe(options(arguments[0]))}" if arguments else "")
 
 
 def _describe_block(block: TypedBlock) -> str:

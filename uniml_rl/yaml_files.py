@@ -20,6 +20,7 @@ deviations: `1_000` is a number, and `None` is null.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import warnings
@@ -122,13 +123,19 @@ def _loaded(path: Path, tree: Located, overrides: Sequence[str]) -> LoadedConfig
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
     """The text from which `load_yaml` reads equal values."""
-    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return _dump(dict(values), default_flow_style=False, width=110)
 
 
 def inline_yaml(value: Any) -> str:
     """A value on one line, as one would write it on the command line."""
-    text = yaml.dump([value], Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=1e9)
-    return text.strip()[1:-1]
+    return _dump([value], default_flow_style=True, width=math.inf).strip()[1:-1]
+
+
+def _dump(value: Any, **layout: Any) -> str:
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **layout)
+    if any(character in text for character in "\x85\u2028\u2029"):  # written plainly they would be read as line breaks
+        text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, **layout)
+    return text
 
 
 def _read_with_bases(path: Path, above: tuple[Path, ...], named_by: str) -> Located:

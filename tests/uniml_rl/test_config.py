@@ -330,7 +330,7 @@ WRONG_OVERRIDES = {
     "stages.7.until.iterations=3": ["stages.7", "items: first, second"],
     "stages.first.iterations=3": ["unknown key", "did you mean 'until.iterations'?"],
     "stages.first.check=of": ["stages.first.check: of: must be one of 'error', 'warn', 'off'; did you mean 'off'?"],
-    "stages.first.size=1": ["stages.first.size: 1: must be a whole number >= 2 <= 64"],
+    "stages.first.size=1": ["stages.first.size: 1: must be a whole number >= 2 and <= 64"],
     "stages.first.size=2.5": ["2.5: must be a whole number"],
     "stages.first.size=null": ["null: must be a whole number"],
     "stages.first.until=never": ["stages.first.until: never: must be a block with the keys iterations, share"],
@@ -345,7 +345,7 @@ WRONG_OVERRIDES = {
     "stages.first.shape={type: square, side: 2}": ["shape.side: unknown key; allowed here: type, lambda"],
     "stages.first.shape={type: triangl}": ["stages.first.shape.type: triangl: must be one of 'circle', 'square'"],
     "stages.first.shape={radius: 1}": ["stages.first.shape.type: must be one of 'circle', 'square'"],
-    "stages.first.speakers.one.volume=3": ["stages.first.speakers.one.volume: 3: must be a number > 0 < 1"],
+    "stages.first.speakers.one.volume=3": ["stages.first.speakers.one.volume: 3: must be a number > 0 and < 1"],
     "stages.first.speakers.one.volum=3": ["one.volum: unknown key; allowed here: volume, repeats; did you mean"],
     "stages.first.speakers.one.type=lod": ["one.type: lod: must be one of loud, quiet", "did you mean 'loud'?"],
     "stages.first.speakers.two.volume=0.5": ["stages.first.speakers.two.type: required: one of loud, quiet"],
@@ -357,7 +357,7 @@ WRONG_OVERRIDES = {
     "stages.first.speakers.two={type: quiet, words: [1]}": ["two.words.0: 1: must be text"],
     "stages.first.speakers.two={type: quiet, inner: {type: loud, volum: 1}}": ["two.inner.volum: unknown key"],
     "speaker.repeats=0": ["command line: speaker.repeats: 0: must be a whole number >= 1"],
-    "stages=[]": ["stages: []: must be a list of a block with the keys", "at least 1 item"],
+    "stages=[]": ["stages: []: must be a list of at least 1, each a block with the keys name, until"],
     "name": ["'name' is not an override", "key.path=value"],
     "=x": ["not an override"],
     "name=": ["has no value", "name=null"],
@@ -393,7 +393,7 @@ def test_all_mistakes_come_at_once_each_with_its_own_file_and_line(write: Any) -
         "  base.yaml:2: stages.0.nam: unknown key; allowed here: name, until",
         "  base.yaml:3: stages.0.until.iterations: -1: must be a whole number >= 0 or null",
         "  run.yaml:3: speeker: unknown key; allowed here: name, stages, speaker; did you mean 'speaker'?",
-        "  command line: speaker.volume: 2: must be a number > 0 < 1",
+        "  command line: speaker.volume: 2: must be a number > 0 and < 1",
     ):
         assert line in message, message
 
