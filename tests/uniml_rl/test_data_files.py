@@ -193,6 +193,11 @@ def test_useless_templates_are_refused(template: str) -> None:
         FilePromptsConfig(path="a.txt", template=template)
 
 
+def test_a_key_that_would_not_be_read_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"text_field 'q' is not read.*\{q\}"):
+        FilePromptsConfig(path="a.txt", template="Q: {q}", text_field="q")
+
+
 def test_changed_content_is_noticed_on_resume(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "q", "answer": "1"}\n')

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from string import Formatter
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from modalities.errors import UserError, did_you_mean
 from modalities.randomness import seeded_generator
@@ -72,6 +72,15 @@ class FilePromptsConfig(Settings):
     """Uses at most N records after `skip`; None uses all."""
 
     _template = field_validator("template")(_check_template)
+
+    @model_validator(mode="after")
+    def _one_source_of_text(self) -> FilePromptsConfig:
+        if self.template is not None and self.text_field is not None:
+            raise ValueError(
+                f"text_field {self.text_field!r} is not read when there is a template; remove one of the two, or write "
+                f"{{{self.text_field}}} in the template"
+            )
+        return self
 
     def build(self, seed: int) -> PromptStream:
         """The stream; every record is read and checked now. Raises UserError that names the file and place."""
