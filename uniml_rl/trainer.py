@@ -26,7 +26,7 @@ from uniml_rl.data.prompts import DrawnPrompt, PromptStream
 from uniml_rl.engines.base import Engine, StepReport
 from uniml_rl.experience import Experience
 from uniml_rl.monitor.metrics import Metrics, peak_memory_gib
-from uniml_rl.monitor.sample_metrics import measure_samples
+from uniml_rl.monitor.sample_metrics import measure_rollout, measure_samples
 
 
 class Scores(Protocol):
@@ -166,7 +166,9 @@ class Trainer:
         for name in result.raw:
             metrics.mean(f"reward/{name}/raw_mean", result.raw[name], mask=result.raw[name].isfinite())
             metrics.mean(f"reward/{name}/weighted_mean", result.weighted[name], mask=result.weighted[name].isfinite())
+            metrics.last(f"reward/{name}/weight", result.weights[name])
             metrics.sum(f"reward/{name}/failures", float(sum(result.failures[name].values())))
+        measure_rollout(metrics, trajectory)
         measure_samples(metrics, samples, trajectory.segments[-1].group.tolist())
         decisions = sum(int(segment.length_mask.sum()) for segment in trajectory.segments)
         metrics.rate("throughput/samples_per_second", len(samples), seconds)
