@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from modalities.base import (
     Cut,
@@ -33,20 +29,14 @@ from modalities.base import (
     TokenSegment,
     Trajectory,
 )
+from modalities.causal_lm import CausalTokenModel, checkpoint_layers
 from modalities.errors import UserError
 from modalities.lora import LoraSettings, attach_lora, lora_layers, merged_state_dict, save_adapter
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample, Text
 from modalities.sources import loading, resolve_model
-from modalities.tokens import (
-    Decisions,
-    InProcessSampler,
-    TokenSampling,
-    cuts_by_length,
-    left_pad,
-    replay_tokens,
-    score_hidden,
-)
+from modalities.token_sampler import InProcessSampler
+from modalities.tokens import TokenSampling, cuts_by_length, left_pad, replay_tokens
 from modalities.weights import WeightSets
 
 DEFAULT_LORA_TARGETS = (
@@ -133,99 +123,6 @@ class TextPolicyConfig(PolicyConfig):
             trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             bytes_per_parameter=getattr(torch, self.dtype).itemsize,
         )
-
-
-class CausalTokenModel(nn.Module):
-    """A causal language model as a trunk and a head that is applied to chosen positions, in chunks.
-
-    Everything is computed inside `forward`, so that hooks of a sharded engine on this module see it. Raises UserError
-    if the model does more to its logits after the head than is known here.
-    """
-
-    def __init__(self, causal_lm: PreTrainedModel, logits_chunk: int) -> None:
-        super().__init__()
-        self.causal_lm = causal_lm
-        self.logits_chunk = logits_chunk
-        config = causal_lm.config.get_text_config()
-        # Gemma caps, Cohere multiplies and Granite divides the logits.
-        self._cap = getattr(config, "final_logit_softcapping", None)
-        self._scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-        accepted = inspect.signature(causal_lm.base_model.forward).parameters
-        self._takes_positions = "position_ids" in accepted
-        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
-        self._check_head()
-
-    def forward(
-        self,
-        tokens: Tensor,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: Any = None,
-        decisions: Decisions | None = None,
-    ) -> Tensor | Replay:
-        """See `modalities.tokens.TokenModel`."""
-        arguments: dict[str, Any] = {"use_cache": cache is not None, self._cache_argument: cache}
-        if self._takes_positions and positions is not None:
-            arguments["position_ids"] = positions
-        hidden = self.causal_lm.base_model(tokens, attention_mask=mask, **arguments).last_hidden_state
-        if decisions is None:
-            return self.head(hidden[:, -1])
-        features = hidden[decisions.rows, decisions.positions]
-        replay = Replay(features=features if "features" in decisions.needs else None)
-        if decisions.needs & {"log_prob", "entropy"}:
-            replay.log_prob, replay.entropy = score_hidden(
-                self.head,
-                features,
-                decisions.tokens,
-                decisions.temperature,
-                "entropy" in decisions.needs,
-                self.logits_chunk,
-            )
-        return replay
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states."""
-        logits = self.causal_lm.get_output_embeddings()(hidden) * self._scale
-        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
-
-    def new_cache(self) -> DynamicCache:
-        """An empty key-value cache, with the layer types of the model."""
-        return DynamicCache(config=self.causal_lm.config)
-
-    @torch.no_grad()
-    def _check_head(self) -> None:
-        token = torch.zeros(1, 1, dtype=torch.long, device=self.causal_lm.device)
-        expected = self.causal_lm(token, use_cache=False).logits[:, -1].float()
-        if not torch.allclose(self(token).float(), expected, rtol=1e-2, atol=1e-2 * float(expected.std())):
-            raise UserError(
-                f"{type(self.causal_lm).__name__} changes its logits after the output embedding in a way that is not "
-                "supported; use a model whose logits are a linear (capped or scaled) function of the hidden states."
-            )
-
-
-def checkpoint_layers(model: nn.Module) -> None:
-    """Makes every decoder layer compute its activations again in the backward pass.
-
-    transformers' own switch only acts in training mode, where dropout would be on too.
-    """
-
-    def checkpointed(forward: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-        return run
-
-    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    if not layers:
-        raise UserError(
-            f"gradient_checkpointing: {type(model).__name__} has no layers that support it; set it to false."
-        )
-    inner = {id(child) for layer in layers for child in layer.modules() if child is not layer}
-    for layer in layers:
-        if id(layer) not in inner:
-            layer.forward = checkpointed(layer.forward)
 
 
 class TextPolicy(Policy):

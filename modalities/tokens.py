@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from modalities.base import Cut, Need, Replay, Request, TokenSegment, Trajectory
-from modalities.errors import UserError
+from modalities.base import Cut, Need, Replay, TokenSegment, Trajectory
 from modalities.randomness import SampleKey
-from modalities.samples import Prompt
 from modalities.settings import Settings
 
 _TIE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -152,27 +149,56 @@ def score_hidden(
 
 
 def cuts_by_length(trajectory: Trajectory, segment: int, roots: Tensor, budget: int) -> list[Cut]:
-    """Cuts of at most `budget` rows of a token segment, rows of similar length together, all decisions of a row in one.
+    """Cuts of at most `budget` rows of a token segment, all decisions of a row in one.
 
-    Takes the rows that descend from the first segment's rows `roots`.
+    Takes the rows that descend from the first segment's rows `roots`. Rows of similar length go together, or those of
+    the same prompt, which is then computed once: whichever leaves fewer tokens to compute.
     """
     values = trajectory.segments[segment]
     assert isinstance(values, TokenSegment)
     rows = torch.isin(trajectory.roots(segment), roots).nonzero()[:, 0]
-    lengths = values.length_mask[rows].sum(1) + values.prompt_mask.sum(1)[values.prompt_index[rows]]
-    ordered = rows[lengths.argsort(stable=True)]
-    return [Cut(segment, part, slice(0, values.num_steps)) for part in ordered.split(budget) if len(part)]
+    responses = values.length_mask.sum(1)
+    prompts = values.prompt_mask.sum(1)
+
+    def length(row: int) -> tuple[int, ...]:
+        return (int(prompts[values.prompt_index[row]] + responses[row]),)
+
+    def prompt(row: int) -> tuple[int, ...]:
+        index = int(values.prompt_index[row])
+        return int(prompts[index]), index, int(responses[row])
+
+    def cost(parts: list[Tensor]) -> int:
+        own = [values.prompt_index[part].unique() for part in parts]
+        return sum(
+            len(index) * int(prompts[index].max()) + len(part) * int(responses[part].max())
+            for index, part in zip(own, parts, strict=True)
+        )
+
+    orders = (torch.tensor(sorted(rows.tolist(), key=key), dtype=torch.long) for key in (length, prompt))
+    best = min(([*order.split(budget)] if len(order) else [] for order in orders), key=cost)
+    return [Cut(segment, part, slice(0, values.num_steps)) for part in best]
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """Which positions of a batch of sequences are scored: decision n is `tokens[n]`, made at `positions[n]`."""
+    """The decisions of a batch of rows that are scored: decision n of row `rows[n]` chose `tokens[n]`."""
 
     rows: Tensor  # [N] int64
-    positions: Tensor  # [N] int64: of the last token that was known when the decision was made
+    positions: Tensor  # [N] int64: where in the row it was made, counted as the model does that scores it
     tokens: Tensor  # [N] int64
     temperature: float
     needs: frozenset[Need]
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """Prompts and responses to them, to be scored. A decision's position is its index in its response."""
+
+    prompt_tokens: Tensor  # [p, L] int64, padded on the left
+    prompt_mask: Tensor  # [p, L] int64
+    prompt_of_row: Tensor  # [b] int64
+    tokens: Tensor  # [b, T] int64, padded on the right
+    decisions: Decisions
 
 
 class TokenModel(Protocol):
@@ -184,238 +210,49 @@ class TokenModel(Protocol):
 
     def __call__(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None = None,
         mask: Tensor | None = None,
         positions: Tensor | None = None,
         cache: Any = None,
-        decisions: Decisions | None = None,
+        continuations: Continuations | None = None,
     ) -> Any:
-        """Next-token logits [b, V] after the last position; with `decisions` their `Replay`, tensors [N] or [N, D]."""
+        """Next-token logits [b, V] after the last position, or the `Replay` ([N], [N, D]) of `continuations`."""
         ...
 
 
 def replay_tokens(
     model: TokenModel, segment: TokenSegment, cut: Cut, needs: frozenset[Need], device: torch.device
 ) -> Replay:
-    """Scores the decisions of a cut by one forward pass without a cache; entries that do not exist are 0.
+    """Scores the decisions of a cut again, without padding that the cut's own rows do not need.
 
-    Rows are packed to prompt + response and padded on the right, where causal attention never looks, so neither a mask
-    nor the padding side of the stored prompts matters.
+    Tensors are [b, t] (features [b, t, D]) on `device`; entries that do not exist are 0.
     """
-    response_lengths = segment.length_mask[cut.rows].sum(1)
-    prompt_rows = segment.prompt_index[cut.rows]
-    prompt_lengths = segment.prompt_mask.sum(1)[prompt_rows]
-    sequences = [
-        torch.cat([segment.prompt_tokens[prompt][segment.prompt_mask[prompt]], segment.tokens[row, :length]])[:-1]
-        for row, prompt, length in zip(cut.rows.tolist(), prompt_rows.tolist(), response_lengths.tolist(), strict=True)
-    ]
-    tokens_bS = pad_sequence(sequences, batch_first=True, padding_value=int(sequences[0][0]))
+    prompts, prompt_of_row = segment.prompt_index[cut.rows].unique(return_inverse=True)
+    prompt_mask = segment.prompt_mask[prompts]
+    width = int(prompt_mask.sum(1).max())
     exists_bt = cut.take(segment.length_mask)
     rows, steps = exists_bt.nonzero(as_tuple=True)
-    positions = prompt_lengths[rows] + steps + (cut.steps.start or 0) - 1
+    positions = steps + (cut.steps.start or 0)
     chosen = cut.take(segment.tokens)[exists_bt]
-    decisions = Decisions(rows.to(device), positions.to(device), chosen.to(device), segment.temperature, needs)
-    flat: Replay = model(tokens_bS.to(device), decisions=decisions)
+    flat = model(
+        continuations=Continuations(
+            prompt_tokens=segment.prompt_tokens[prompts, -width:].to(device),
+            prompt_mask=prompt_mask[:, -width:].long().to(device),
+            prompt_of_row=prompt_of_row.to(device),
+            tokens=segment.tokens[cut.rows, : int(positions.max()) + 1].to(device),
+            decisions=Decisions(rows.to(device), positions.to(device), chosen.to(device), segment.temperature, needs),
+        )
+    )
+    return spread_over_grid(flat, exists_bt)
+
+
+def spread_over_grid(flat: Replay, exists_bt: Tensor) -> Replay:
+    """A `Replay` of [N] decisions as [b, t]: they go where `exists_bt` holds, in order, and 0 elsewhere."""
 
     def spread(values: Tensor | None) -> Tensor | None:
         if values is None:
             return None
-        grid = values.new_zeros(*exists_bt.shape, *values.shape[1:])
-        return grid.index_put((decisions.rows, steps.to(device)), values)
+        where = exists_bt.to(values.device).nonzero(as_tuple=True)
+        return values.new_zeros(*exists_bt.shape, *values.shape[1:]).index_put(where, values)
 
     return Replay(log_prob=spread(flat.log_prob), entropy=spread(flat.entropy), features=spread(flat.features))
-
-
-class InProcessSampler:
-    """Samples from the live weights in this process.
-
-    One prefill per distinct prompt, shared by its samples; a key-value cache; finished rows leave the batch; logits for
-    the last position only; every sample's random numbers come from its own key.
-    """
-
-    repeatable = True
-
-    def __init__(
-        self,
-        agent: str,
-        model: TokenModel,
-        tokenize: Callable[[Prompt], list[int]],
-        eos_token_ids: Sequence[int],
-        device: torch.device,
-        max_positions: int | None = None,
-    ) -> None:
-        self.agent = agent
-        self.model = model
-        self.tokenize = tokenize
-        self.eos_token_ids = list(eos_token_ids)
-        self.device = device
-        self.max_positions = max_positions
-        self.version = 0
-
-    def update_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """States the version; `tensors` are copied into the model, which needs none where it is the policy's own."""
-        assert isinstance(self.model, nn.Module)
-        parameters = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in tensors:
-                parameters[name].copy_(tensor)
-        self.version = version
-
-    @torch.no_grad()
-    def sample(self, requests: Sequence[Request], sampling: TokenSampling) -> TokenSegment:
-        """One row per request, in their order; tensors lie on the CPU.
-
-        Raises UserError if prompt and response do not fit into the model's positions, FloatingPointError if the model
-        gives no finite logits.
-        """
-        prompts: dict[tuple[int, ...], int] = {}
-        prompt_index = [prompts.setdefault(tuple(self.tokenize(request.prompt)), len(prompts)) for request in requests]
-        sequences = [list(prompt) for prompt in prompts]
-        self._check_room(sequences, prompt_index, requests, sampling)
-        drawn = _Drawn.empty(requests, sampling, sampling.eos_token_ids or self.eos_token_ids, self.device)
-        for prompt_rows, batches in _batches(sequences, prompt_index, sampling):
-            prefill = self._prefill([sequences[prompt] for prompt in prompt_rows])
-            for number, batch in enumerate(batches):
-                # The last batch may use up the prefilled cache; the ones before must leave it whole.
-                cache = prefill.cache if number == len(batches) - 1 else copy.deepcopy(prefill.cache)
-                own = [prompt_rows.index(prompt_index[row]) for row in batch]
-                self._decode(replace(prefill, cache=cache), own, batch, drawn, sampling)
-        log_probs, lengths = drawn.log_probs.cpu(), drawn.lengths.cpu()
-        if not log_probs.isfinite().all():
-            raise FloatingPointError(f"policy {self.agent!r} gave logits that are not finite while sampling.")
-        steps = int(lengths.max())
-        length_mask = torch.arange(steps) < lengths[:, None]
-        prompt_tokens, prompt_mask = left_pad(sequences)
-        return TokenSegment(
-            agent=self.agent,
-            group=torch.tensor([request.group for request in requests]),
-            rollout_log_probs=log_probs[:, :steps],
-            trained_mask=length_mask & (sampling.why_untrainable() is None),
-            length_mask=length_mask,
-            context_mask=torch.zeros_like(length_mask),
-            log_prob_unit="token",
-            version=self.version,
-            ended=["eos" if finished else "length" for finished in drawn.finished.tolist()],
-            keys=[request.key for request in requests],
-            tokens=drawn.tokens[:, :steps].cpu(),
-            prompt_tokens=prompt_tokens,
-            prompt_mask=prompt_mask,
-            prompt_index=torch.tensor(prompt_index),
-            temperature=sampling.temperature or 1.0,
-            near_ties=int(drawn.near_ties),
-        )
-
-    def _check_room(
-        self,
-        sequences: list[list[int]],
-        prompt_index: list[int],
-        requests: Sequence[Request],
-        sampling: TokenSampling,
-    ) -> None:
-        for request, index in zip(requests, prompt_index, strict=True):
-            length = len(sequences[index])
-            if self.max_positions is not None and length + sampling.max_new_tokens > self.max_positions:
-                raise UserError(
-                    f"prompt {request.prompt.index} ({request.prompt.text[:40]!r}...) has {length} tokens; with "
-                    f"sampling.max_new_tokens: {sampling.max_new_tokens} that is more than the {self.max_positions} "
-                    f"positions of policy {self.agent!r}. Shorten the prompt or lower max_new_tokens."
-                )
-
-    def _prefill(self, sequences: list[list[int]]) -> _Prefill:
-        tokens, mask = (tensor.to(self.device) for tensor in left_pad(sequences, padding=sequences[0][0]))
-        cache = self.model.new_cache()
-        positions = (mask.cumsum(1) - 1).clamp_min(0)
-        logits = self.model(tokens, mask=mask.long(), positions=positions, cache=cache)
-        return _Prefill(cache, logits, mask.long())
-
-    def _decode(
-        self, prefill: _Prefill, own: list[int], batch: list[int], drawn: _Drawn, sampling: TokenSampling
-    ) -> None:
-        """Continues row `own[i]` of the prefill as row `batch[i]` of `drawn`, and uses the cache up."""
-        source = torch.tensor(own, device=self.device)
-        rows = torch.tensor(batch, device=self.device)
-        cache, width = prefill.cache, prefill.mask.shape[1]
-        cache.reorder_cache(source)
-        logits, mask = prefill.logits[source], prefill.mask[source]
-        first_position = mask.sum(1)
-        mask = torch.cat([mask, mask.new_ones(len(rows), sampling.max_new_tokens)], dim=1)
-        for step in range(sampling.max_new_tokens):
-            choice = choose_tokens(logits, drawn.uniforms[rows, step], sampling)
-            alive = drawn.record(rows, step, choice)
-            if len(alive) == 0 or step == sampling.max_new_tokens - 1:
-                return
-            tokens = choice.tokens
-            if len(alive) < len(rows):
-                rows, tokens, mask, first_position = rows[alive], tokens[alive], mask[alive], first_position[alive]
-                cache.reorder_cache(alive)
-            logits = self.model(
-                tokens[:, None],
-                mask=mask[:, : width + step + 1],
-                positions=(first_position + step)[:, None],
-                cache=cache,
-            )
-
-
-@dataclass(frozen=True)
-class _Prefill:
-    cache: Any
-    logits: Tensor  # [p, V] after each prompt's last token
-    mask: Tensor  # [p, L] int64
-
-
-@dataclass
-class _Drawn:
-    """What has been drawn so far, for all requests, on the policy's device."""
-
-    tokens: Tensor  # [B, N] int64
-    log_probs: Tensor  # [B, N] float32
-    lengths: Tensor  # [B] int64
-    finished: Tensor  # [B] bool
-    uniforms: Tensor  # [B, N] float64
-    eos_token_ids: Tensor
-    near_ties: Tensor
-
-    @classmethod
-    def empty(
-        cls, requests: Sequence[Request], sampling: TokenSampling, eos_token_ids: Sequence[int], device: torch.device
-    ) -> _Drawn:
-        shape = len(requests), sampling.max_new_tokens
-        return cls(
-            tokens=torch.zeros(shape, dtype=torch.long, device=device),
-            log_probs=torch.zeros(shape, device=device),
-            lengths=torch.zeros(shape[0], dtype=torch.long, device=device),
-            finished=torch.zeros(shape[0], dtype=torch.bool, device=device),
-            uniforms=uniform_draws([request.key for request in requests], shape[1]).to(device),
-            eos_token_ids=torch.tensor(eos_token_ids, dtype=torch.long, device=device),
-            near_ties=torch.zeros((), dtype=torch.long, device=device),
-        )
-
-    def record(self, rows: Tensor, step: int, choice: Choice) -> Tensor:
-        """Writes one token per row; returns the positions in `rows` of those that go on."""
-        ends = torch.isin(choice.tokens, self.eos_token_ids)
-        self.tokens[rows, step] = choice.tokens
-        self.log_probs[rows, step] = choice.log_probs
-        self.lengths[rows] = step + 1
-        self.finished[rows] = ends
-        self.near_ties += choice.near_ties
-        return (~ends).nonzero()[:, 0]
-
-
-def _batches(
-    sequences: list[list[int]], prompt_index: list[int], sampling: TokenSampling
-) -> list[tuple[list[int], list[list[int]]]]:
-    """Prompts that are prefilled together, and for each such set the batches of rows that continue them.
-
-    Prompts of similar length go together. A prompt's rows are split over batches only if they alone exceed the limit.
-    """
-    limit = 1 if sampling.fixed_shape else sampling.rows_per_batch
-    rows_of: dict[int, list[int]] = {}
-    for row, prompt in enumerate(prompt_index):
-        rows_of.setdefault(prompt, []).append(row)
-    sets: list[tuple[list[int], list[int]]] = []
-    for prompt in sorted(rows_of, key=lambda prompt: len(sequences[prompt])):
-        if not sets or len(sets[-1][1]) + len(rows_of[prompt]) > limit:
-            sets.append(([], []))
-        sets[-1][0].append(prompt)
-        sets[-1][1].extend(rows_of[prompt])
-    return [(prompts, [rows[at : at + limit] for at in range(0, len(rows), limit)]) for prompts, rows in sets]
