@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from modalities.base import Policy, PolicySummary
 from modalities.critic import CriticSettings
 from modalities.errors import did_you_mean
 from modalities.settings import Settings
@@ -18,6 +20,8 @@ POLICIES = {
     "text": "modalities.text:TextPolicyConfig",
     "image": "modalities.image.config:ImagePolicyConfig",
     "video": "modalities.video.config:VideoPolicyConfig",
+    "audio": "modalities.audio:AudioPolicyConfig",
+    "chain": "modalities.chain:ChainPolicyConfig",
 }
 PROMPTS = {
     "file": "uniml_rl.data.prompts:FilePromptsConfig",
@@ -166,7 +170,9 @@ class StageConfig(Settings):
     @model_validator(mode="after")
     def _fits(self) -> StageConfig:
         if (self.algorithm.value is None) != (self.critic is None):
-            problem = "needs a `critic` block" if self.critic is None else "has no use for the `critic` block; remove it"
+            problem = (
+                "needs a `critic` block" if self.critic is None else "has no use for the `critic` block; remove it"
+            )
             raise ValueError(f"algorithm {self.algorithm.name!r} {problem}")
         return self
 
@@ -225,15 +231,47 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _policies_are_used(self) -> RunConfig:
-        used = {stage.policy for stage in self.stages}
-        used |= {part for name in used for part in getattr(self.policies[name], "parts", [])}
-        unused = sorted(set(self.policies) - used)
+        for name, block in self.policies.items():
+            for part in part_names(block):
+                if part not in self.policies:
+                    raise ValueError(
+                        f"policy {name!r}: part {part!r} is not one of {sorted(self.policies)}"
+                        + did_you_mean(part, self.policies)
+                    )
+        unused = sorted(set(self.policies) - policies_of(self, self.stages))
         if unused:
             raise ValueError(f"policies {unused} are trained by no stage; remove them")
         for stage in self.stages:
             if stage.evaluation is not None:
                 evaluation_sampling(self.policies[stage.policy], stage.evaluation)
         return self
+
+
+def part_names(policy_config: Any) -> list[str]:
+    """The policies that a policy is made of, by name; usually none."""
+    return list(getattr(policy_config, "parts", []))
+
+
+def policies_of(config: RunConfig, stages: Sequence[StageConfig]) -> set[str]:
+    """The policies that these stages train, and the parts of those."""
+    trained = {stage.policy for stage in stages}
+    return trained | {part for name in trained for part in part_names(config.policies[name])}
+
+
+def build_policy(config: RunConfig, name: str, device: str, built: Callable[[str], Policy] | None = None) -> Policy:
+    """The policy `name`; the parts that it is made of are taken from `built`, or built too."""
+    block = config.policies[name]
+    parts = [built(part) if built else build_policy(config, part, device) for part in part_names(block)]
+    policy: Policy = block.join(name, parts) if parts else block.build(name, device, config.seed)
+    return policy
+
+
+def inspect_policy(config: RunConfig, name: str) -> PolicySummary:
+    """What `PolicyConfig.inspect` says of the policy `name`, made of its parts or not."""
+    block = config.policies[name]
+    parts = [inspect_policy(config, part) for part in part_names(block)]
+    summary: PolicySummary = block.join_summaries(parts) if parts else block.inspect()
+    return summary
 
 
 def evaluation_sampling(policy_config: Any, evaluation: EvaluationSettings) -> Any:

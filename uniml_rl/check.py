@@ -10,7 +10,7 @@ from rich.table import Table
 
 from modalities.errors import UserError
 from rewards.combine import RewardSet
-from uniml_rl.build import RunConfig, StageConfig
+from uniml_rl.build import RunConfig, StageConfig, inspect_policy
 from uniml_rl.config import load_yaml, validate
 
 FIRST_RECORDS = 8
@@ -27,7 +27,7 @@ def preflight(config: RunConfig) -> None:
 
 
 def _check_stage(config: RunConfig, stage: StageConfig) -> None:
-    summary = config.policies[stage.policy].inspect()
+    summary = inspect_policy(config, stage.policy)
     for kind, unit in summary.decisions:
         stage.algorithm.check(group_size=stage.group_size, log_prob_unit=unit, kind=kind)
     if summary.trainable_parameters == 0:
@@ -50,8 +50,8 @@ def check_from_yaml(path: str | Path, overrides: Sequence[str] = ()) -> None:
     table = Table(title=f"{config.name}: policies")
     for column in ("policy", "model", "parameters", "trainable", "share", "weights + optimizer"):
         table.add_column(column, overflow="fold")
-    for name, policy in config.policies.items():
-        summary = policy.inspect()
+    for name in config.policies:
+        summary = inspect_policy(config, name)
         share = summary.trainable_parameters / summary.parameters
         table.add_row(
             name,

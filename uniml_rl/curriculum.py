@@ -13,9 +13,18 @@ import torch
 
 from modalities.base import Policy
 from modalities.critic import Critic, ValueHead
+from modalities.errors import UserError
 from modalities.samples import Prompt, Sample
 from rewards.combine import RewardResult, RewardSet
-from uniml_rl.build import RunConfig, StageConfig, UntilSettings, evaluation_sampling
+from uniml_rl.build import (
+    RunConfig,
+    StageConfig,
+    UntilSettings,
+    build_policy,
+    evaluation_sampling,
+    part_names,
+    policies_of,
+)
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
 from uniml_rl.data.prompts import DrawnPrompt, MixedPromptStream, PromptStream
 from uniml_rl.engines.base import Engine
@@ -155,7 +164,7 @@ class Curriculum:
         position = self.position
         position.stage, position.iteration, position.rewards = position.stage + 1, 0, []
         self._save(None)
-        still_used = {later.policy for later in self.config.stages[position.stage :]}
+        still_used = policies_of(self.config, self.config.stages[position.stage :])
         self.policies = {name: policy for name, policy in self.policies.items() if name in still_used}
 
     # -- evaluation ------------------------------------------------------------------------------------------------
@@ -254,7 +263,7 @@ class Curriculum:
 
     def _policy(self, name: str) -> Policy:
         if name not in self.policies:
-            policy = self.config.policies[name].build(name, self.device, self.config.seed)
+            policy = build_policy(self.config, name, self.device, built=self._policy)
             if name in self._restored_weights:
                 policy.load_weight_state(self._restored_weights.pop(name))
             self.policies[name] = policy
@@ -265,7 +274,12 @@ class Curriculum:
             return None
         trunk = None
         if config.critic.source == "model":
-            trunk = self.config.policies[config.policy].build(f"{config.policy}-critic", self.device, self.config.seed)
+            trunk = build_policy(self.config, config.policy, self.device)
+        if "features" not in (trunk or policy).offers:
+            raise UserError(
+                f"stage {config.name!r}: policy {config.policy!r} gives no features for a critic to read; choose an "
+                "algorithm without a `value` part."
+            )
         head = ValueHead((trunk or policy).feature_size, config.critic.hidden_size, self.config.seed)
         return Critic(head.to(self.device), trunk, config.critic.trunk_gradient)
 
@@ -302,7 +316,10 @@ class Curriculum:
         started = time.perf_counter()
         self.progress.activity("checkpoint")
         first_needed = min(self.position.stage, len(self.config.stages) - 1)
-        needed = {config.policy for config in self.config.stages[first_needed:]}
+        needed = policies_of(self.config, self.config.stages[first_needed:])
+        # A policy made of parts is their weights, unless its own stage is in progress and has kept other sets of them.
+        needed -= {name for name in needed if part_names(self.config.policies[name])}
+        needed |= {stage.config.policy} if stage else set()
         weights = {name: policy.weight_state() for name, policy in self.policies.items() if name in needed}
         state: dict[str, Any] = {"position": vars(self.position) | {"rewards": list(self.position.rewards)}}
         if stage is not None:
@@ -312,5 +329,3 @@ class Curriculum:
         stage_name = self.config.stages[first_needed].name
         self.store.save(self.position.total_iterations, weights, state, {"run": self.config.name, "stage": stage_name})
         return time.perf_counter() - started
-
-

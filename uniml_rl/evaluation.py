@@ -122,19 +122,22 @@ class Evaluator:
         samples: list[Sample] = []
         for start in range(0, len(self.prompts), prompts_at_once):
             requests = [
-                Request(prompt, start + position, SampleKey(self.settings.seed, self.stage_index, 0, prompt.index, number))
+                Request(
+                    prompt, start + position, SampleKey(self.settings.seed, self.stage_index, 0, prompt.index, number)
+                )
                 for position, prompt in enumerate(self.prompts[start : start + prompts_at_once])
                 for number in range(count)
             ]
             with self.policy.using(weights), self.engine.autocast():
                 trajectory = self.policy.rollout(requests, self.sampling)
             samples += self.policy.decode(trajectory)
-        prompts = [prompt for prompt in self.prompts for _ in range(count)]
+        # A chain makes more samples than requests; those of a prompt follow each other all the same.
+        prompts = [prompt for prompt in self.prompts for _ in range(len(samples) // len(self.prompts))]
         result = self.rewards.score(samples, prompts, iteration)
         scores: dict[str, Tensor] = {TOTAL: result.total, **result.raw}
         if self.judges is not None:
             scores |= self.judges.score(samples, prompts, iteration).raw
-        shape = (len(self.prompts), count)
+        shape = (len(self.prompts), -1)
         return Evaluation(self.prompts, samples, {name: value.view(shape) for name, value in scores.items()})
 
 

@@ -17,7 +17,7 @@ from modalities.errors import UserError, did_you_mean
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt
 from rewards.combine import RewardSet
-from uniml_rl.build import POLICIES, RunConfig, StageConfig, evaluation_sampling
+from uniml_rl.build import POLICIES, RunConfig, StageConfig, build_policy, evaluation_sampling, part_names
 from uniml_rl.checkpoint import MANIFEST, CheckpointStore, load_checkpoint
 from uniml_rl.config import TypedBlock, load_yaml, validate
 from uniml_rl.evaluation import Evaluator, held_out_names, summary
@@ -59,17 +59,22 @@ class SavedRun:
 
     def build(self, name: str) -> Policy:
         """The policy with its newest weights: from the checkpoint, else from the export of its last stage."""
-        config = self.config.policies[name]
-        if self.checkpoint is not None:
-            weights = load_checkpoint(self.checkpoint).weights
+        weights = load_checkpoint(self.checkpoint).weights if self.checkpoint is not None else {}
+        parts = part_names(self.config.policies[name])
+        if name in weights or (parts and weights.keys() >= set(parts)):
+            policy = build_policy(self.config, name, DEVICE, built=self.build)
             if name in weights:
-                policy = config.build(name, DEVICE, self.config.seed)
                 policy.load_weight_state(weights[name])
-                return policy
+            return policy
         exported = self.folder / "export" / name
         if exported.is_dir():
-            plain = config.model_copy(update={"model": str(exported), "lora": None})
-            return plain.build(name, DEVICE, self.config.seed)
+            folders = {part: exported / part for part in parts} or {name: exported}
+            plain = {
+                own: self.config.policies[own].model_copy(update={"model": str(folder), "lora": None})
+                for own, folder in folders.items()
+            }
+            config = self.config.model_copy(update={"policies": {**self.config.policies, **plain}})
+            return build_policy(config, name, DEVICE)
         raise UserError(f"{self.folder} holds no weights of policy {name!r} yet: no checkpoint and no export.")
 
 
@@ -155,13 +160,15 @@ def evaluate_from(source: str, overrides: Sequence[str] = ()) -> dict[str, float
     if Path(source).is_file():
         config = validate(RunConfig, load_yaml(source, overrides))
         stage = next((s for s in reversed(config.stages) if s.evaluation is not None), config.stages[-1])
-        policy = config.policies[stage.policy].build(stage.policy, DEVICE, config.seed)
+        policy = build_policy(config, stage.policy, DEVICE)
     else:
         run = open_run(source)
         config, stage = run.config, run.last_stage(None)
         policy = run.build(stage.policy)
     if stage.evaluation is None:
-        raise UserError(f"{source}: stage {stage.name!r} has no `evaluation` block, so there is nothing to evaluate on.")
+        raise UserError(
+            f"{source}: stage {stage.name!r} has no `evaluation` block, so there is nothing to evaluate on."
+        )
     evaluator = Evaluator(
         policy,
         stage.evaluation.prompts.build(config.seed).first(stage.evaluation.count),
