@@ -17,7 +17,7 @@ from rewards.clip import ClipScoreConfig, ImageTextScorerConfig
 from rewards.clip_models import Preprocessing, load_clip, open_clip_preprocessing, processor_preprocessing
 
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-SIZES = [(40, 40), (48, 33), (31, 64), (32, 32), (20, 90), (16, 16)]
+SIZES = [(40, 40), (48, 33), (31, 64), (32, 32), (20, 90), (16, 16), (32, 35)]
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -174,7 +174,7 @@ def test_open_clip_by_name_takes_weights_from_a_file(open_clip_folder, tmp_path,
 def test_images_of_unequal_sizes_score_as_they_do_alone_and_float_as_uint8(transformers_folder):
     reward = ClipScoreConfig(model=str(transformers_folder)).build("cpu")
     samples = [as_image(picture(*size)) for size in SIZES]
-    prompts = [Prompt(text, 0) for text in (*WORDS, *WORDS)]
+    prompts = [Prompt(text, 0) for text in (*WORDS, *WORDS, *WORDS[:1])]
     together = reward.score(samples, prompts)
     alone = torch.cat([reward.score([sample], [prompt]) for sample, prompt in zip(samples, prompts, strict=True)])
     torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)

@@ -184,6 +184,18 @@ def test_a_call_within_its_time_out_has_the_grad_mode_of_the_caller():
             assert not rewards.score([Image(pixels)], [Prompt("p", 0)], 0).total.requires_grad
 
 
+def test_rewards_that_nothing_is_trained_on_run_without_gradient():
+    class Spying(Rule):
+        def score(self, samples, prompts):
+            self.had_gradient = torch.is_grad_enabled()
+            return super().score(samples, prompts)
+
+    rewards = {name: (RewardConfig(weight=weight), Spying(len)) for name, weight in (("a", 1), ("b", 1), ("c", 0))}
+    rewards["b"][1].differentiable = rewards["c"][1].differentiable = True
+    RewardSet(rewards).score(*texts("x"), 0)
+    assert [reward.had_gradient for _, reward in rewards.values()] == [False, True, False]
+
+
 BACKTRACKING = r"(x+x+)+y"
 """Exponential in the number of x, and it holds the interpreter lock: no thread could end it."""
 
