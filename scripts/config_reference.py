@@ -55,7 +55,7 @@ class Reference:
         position = len(self.sections)
         self.sections.append("")
         hidden = set(parent.model_fields) - set(inspect.get_annotations(block)) if parent else set()
-        fields = {str(key): item for key, item in keys_of(block).items() if key not in hidden}
+        fields = {key: item for key, item in keys_of(block).items() if key not in hidden}
         for key, item in fields.items():
             if not item.description:
                 self.undocumented.append(f"{block.__module__}.{block.__qualname__}.{key}")

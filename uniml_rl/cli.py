@@ -193,6 +193,7 @@ def _well_behaved(verbose: bool, interrupted: str = "") -> Iterator[None]:
     # A component of the user's own, `type: my_module:MyReward`, lies where the command is started; what is installed
     # comes first, so that nothing there can take the place of a library.
     sys.path.append(os.getcwd())
+    warnings.showwarning = lambda message, *_: _say(f"Warning: {message}", "yellow")
     if not verbose:
         _silence_libraries()
     try:

@@ -22,7 +22,6 @@ __all__ = [
     "difference",
     "load_yaml",
     "overlay",
-    "problems",
     "resolved_dump",
     "typed_block",
     "validate",
@@ -38,18 +37,16 @@ def validate(schema: type[Schema], loaded: LoadedConfig) -> Schema:
     """
     try:
         config = schema.model_validate(loaded.values)
-        found = [
-            (path, "must be a number; NaN is none") for path in _not_a_number(config.model_dump(by_alias=True), ())
-        ]
+        found = [(path, "must be a number; NaN is none") for path in _nan_paths(config.model_dump(by_alias=True), ())]
     except ValidationError as error:
-        found = problems(error, schema, loaded.values)
+        found = _problems(error, schema, loaded.values)
     if not found:
         return config
     lines = [str(loaded.error(path, message)) for path, message in found]
     raise UserError(lines[0] if len(lines) == 1 else "\n  ".join([f"{loaded.path}: {len(lines)} problems", *lines]))
 
 
-def problems(error: ValidationError, schema: type[BaseModel], values: Any) -> list[tuple[KeyPath, str]]:
+def _problems(error: ValidationError, schema: type[BaseModel], values: Any) -> list[tuple[KeyPath, str]]:
     """Key path and explanation of each mistake that `schema` found in `values`, without pydantic's own words."""
     items: list[dict[str, Any]] = [dict(item) for item in error.errors(include_url=False)]
     for item in items:
@@ -77,7 +74,7 @@ def _locate(item: Mapping[str, Any], schema: type[BaseModel], values: Any) -> _P
     for key in location:
         below = [option for parent in place.allowed for option in parent.below(key, value)]
         held = key in value if isinstance(value, Mapping) else isinstance(value, list) and key in range(len(value))
-        if below or held or (key == location[-1] and item["type"] == "extra_forbidden"):
+        if below or held or (key == location[-1] and item["type"] in ("extra_forbidden", "missing")):
             models = [model for option in place.allowed if (model := option.model(value)) is not None]
             place, value = _Place((*place.path, key), below, models), value[key] if held else None
         else:
@@ -108,7 +105,7 @@ def _unknown_key(key: str, models: Sequence[type[BaseModel]]) -> str:
     elsewhere: list[str] = []
     for model in models:
         for name, field in keys_of(model).items():
-            keys.append(str(name))
+            keys.append(name)
             inner = [option.model(None) for option in field_options(field)]
             elsewhere += [f"{name}.{key}" for block in inner if block and key in keys_of(block)]
     nearest = f"; did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(key, keys)
@@ -123,14 +120,14 @@ def _shown(value: Any) -> str:
     return (text if len(text) <= 60 else text[:57] + "...") + ": "
 
 
-def _not_a_number(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+def _nan_paths(value: Any, path: KeyPath) -> Iterator[KeyPath]:
     if isinstance(value, float) and value != value:
         yield path
-    inside = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else []
-    )
-    for key, item in inside:
-        yield from _not_a_number(item, (*path, key))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _nan_paths(item, (*path, key))
+    elif isinstance(value, list | tuple):
+        yield from _nan_paths(dict(enumerate(value)), path)
 
 
 def resolved_dump(config: BaseModel) -> str:

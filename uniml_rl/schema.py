@@ -143,8 +143,8 @@ class Option:
     def below(self, key: str | int, values: Any) -> list[Option]:
         """What is allowed at `key` inside a value of this kind; nothing if there is no such key."""
         model, origin, arguments = self.model(values), get_origin(self.kind), get_args(self.kind)
-        if model is not None and key in keys_of(model):
-            return field_options(keys_of(model)[key])
+        if model is not None and (field := keys_of(model).get(str(key))) is not None:
+            return field_options(field)
         if isinstance(self.kind, TypedBlock) and key == "type":
             return options(str)
         if not isinstance(origin, type) or not arguments:
@@ -157,7 +157,7 @@ class Option:
         return []
 
 
-def keys_of(model: type[BaseModel]) -> dict[str | int, FieldInfo]:
+def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """The fields of a block by the key that the YAML file has for them."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
@@ -206,11 +206,8 @@ def example(allowed: Sequence[Option]) -> str:
     if kind in (int, float):
         return str(kind(_number_within(allowed[0].constraints)))
     if model is not None:
-        return (
-            "{"
-            + (", ".join(f"{key}: ..." for key, field in keys_of(model).items() if field.is_required()) or "...")
-            + "}"
-        )
+        required = [f"{key}: ..." for key, field in keys_of(model).items() if field.is_required()]
+        return "{" + (", ".join(required) or "...") + "}"
     if origin in (list, tuple, set):
         members = arguments if origin is tuple else arguments[:1]
         return "[" + ", ".join(example(options(item)) for item in members if item is not Ellipsis) + "]"
@@ -234,16 +231,22 @@ def _describe(option: Option) -> str:
     if isinstance(kind, TypedBlock):
         return _describe_block(kind)
     if model is not None:
-        return f"a block with the keys {', '.join(map(str, keys_of(model)))}"
-    bounds = " and ".join(text.format(f"{limits[name]:g}") for name, text in BOUNDS.items() if name in limits)
-    sizes = {name: limits[name] for name in ("min_length", "max_length") if name in limits}
-    size = " and ".join(f"at {'least' if name == 'min_length' else 'most'} {bound}" for name, bound in sizes.items())
+        return f"a block with the keys {', '.join(keys_of(model))}"
     if kind in (None, NoneType):
         return "null"
     if kind not in NAMES:
-        return _describe_collection(kind, f" of {size}" if size else "")
-    text = f"{NAMES[kind]} {bounds}".rstrip() + (f" of {size} characters" if size else "")
+        return _describe_collection(kind, _size(limits, ""))
+    bounds = " and ".join(text.format(f"{limits[name]:g}") for name, text in BOUNDS.items() if name in limits)
+    text = f"{NAMES[kind]} {bounds}".rstrip() + _size(limits, " characters")
     return text + (f" that matches {limits['pattern']}" if "pattern" in limits else "")
+
+
+def _size(limits: Mapping[str, Any], unit: str) -> str:
+    low, high = limits.get("min_length"), limits.get("max_length")
+    if low == high:
+        return "" if low is None else f" of {low}{unit}"
+    words = [f"at {word} {bound}" for word, bound in (("least", low), ("most", high)) if bound is not None]
+    return f" of {' and '.join(words)}{unit.rstrip('s') if words[-1].endswith(' 1') else unit}"
 
 
 def _describe_collection(kind: Any, size: str) -> str:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from modalities.errors import UserError
 from uniml_rl import __version__, cli
+from uniml_rl.config import load_yaml
 
 INTERFACE = {
     "train": ["CONFIG", "[KEY=VALUE]", "--folder FOLDER", "--verbose/-v"],
@@ -112,6 +113,15 @@ def test_a_mistake_of_the_user_is_one_message_and_exit_code_2(stand_in: Callable
     assert result.exit_code == 2
     assert result.stderr == "Error: a.yaml:3: key [B, T]: " + "long " * 60 + "message\n"
     assert result.stdout == ""
+
+
+def test_a_warning_of_ours_is_one_plain_line(stand_in: Callable[..., list[Any]], tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("s: {type: a, weight: 2}\n")
+    stub = stand_in("check", "check_from_yaml")
+    sys.modules["uniml_rl.check"].check_from_yaml = load_yaml  # type: ignore[attr-defined]
+    result = run("check a.yaml s.type=b")
+    assert not stub and result.exit_code == 0
+    assert result.stderr == "Warning: s: another type leaves behind s's weight (a.yaml:1).\n"
 
 
 def test_an_interruption_says_how_to_go_on_and_exits_with_130(stand_in: Callable[..., list[Any]]) -> None:
