@@ -19,7 +19,7 @@ from modalities.samples import Prompt
 from rewards.combine import RewardSet
 from uniml_rl.build import POLICIES, RunConfig, StageConfig, build_policy, evaluation_sampling, part_names
 from uniml_rl.checkpoint import MANIFEST, CheckpointStore, load_checkpoint
-from uniml_rl.config import TypedBlock, load_yaml, validate
+from uniml_rl.config import TypedBlock, load_yaml, overlay, validate
 from uniml_rl.evaluation import Evaluator, held_out_names, summary
 from uniml_rl.export import export_policy
 from uniml_rl.monitor.samples import save_samples
@@ -78,8 +78,11 @@ class SavedRun:
         raise UserError(f"{self.folder} holds no weights of policy {name!r} yet: no checkpoint and no export.")
 
 
-def open_run(source: str | Path) -> SavedRun:
-    """A run's folder, or one checkpoint inside it. Raises UserError that says what was found instead."""
+def open_run(source: str | Path, overrides: Sequence[str] = ()) -> SavedRun:
+    """A run's folder, or one checkpoint inside it, its configuration changed by `overrides`.
+
+    Raises UserError that says what was found instead.
+    """
     path = Path(source)
     if (path / MANIFEST).is_file():
         folder, checkpoint = path.parent.parent, path
@@ -89,7 +92,7 @@ def open_run(source: str | Path) -> SavedRun:
         siblings = [str(other) for other in path.parent.glob("*")] if path.parent.is_dir() else []
         state = f"has no {CONFIG_FILE} and no {MANIFEST}" if path.exists() else "does not exist"
         raise UserError(f"{path} {state}: expected a run's folder or a checkpoint" + did_you_mean(str(path), siblings))
-    return SavedRun(folder, validate(RunConfig, load_yaml(folder / CONFIG_FILE)), checkpoint)
+    return SavedRun(folder, validate(RunConfig, load_yaml(folder / CONFIG_FILE, overrides)), checkpoint)
 
 
 def _is_run(source: str) -> bool:
@@ -144,14 +147,7 @@ def _plain_model(source: str) -> Policy:
 def _override_sampling(sampling: Any, overrides: Sequence[str]) -> Any:
     if not overrides:
         return sampling
-    import tempfile
-
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as handle:
-        handle.write("{}")
-        handle.flush()
-        values = load_yaml(handle.name, overrides)
-    merged = {**sampling.model_dump(by_alias=True), **values.values}
-    return validate(type(sampling), type(values)(values.path, merged, values.locations))
+    return validate(type(sampling), overlay(sampling.model_dump(by_alias=True), overrides, "sampling"))
 
 
 def evaluate_from(source: str, overrides: Sequence[str] = ()) -> dict[str, float]:
@@ -162,7 +158,7 @@ def evaluate_from(source: str, overrides: Sequence[str] = ()) -> dict[str, float
         stage = next((s for s in reversed(config.stages) if s.evaluation is not None), config.stages[-1])
         policy = build_policy(config, stage.policy, DEVICE)
     else:
-        run = open_run(source)
+        run = open_run(source, overrides)
         config, stage = run.config, run.last_stage(None)
         policy = run.build(stage.policy)
     if stage.evaluation is None:
