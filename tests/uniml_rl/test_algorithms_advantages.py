@@ -191,6 +191,10 @@ def test_whitening_is_a_z_score_over_the_entries_under_the_mask():
     found = batch_advantages(values, mask, epsilon=0.0)
     torch.testing.assert_close(found[mask], torch.tensor(scipy.stats.zscore([1, 5, 2, -4])).float())
     assert torch.equal(found[~mask], torch.zeros(2))
+    damped = batch_advantages(values, mask, epsilon=2.0)[mask]
+    torch.testing.assert_close(
+        damped, torch.tensor((np.array([1, 5, 2, -4]) - 1) / (np.std([1, 5, 2, -4]) + 2)).float()
+    )
     assert batch_advantages(values, mask, epsilon=0.0, scale=False)[mask].tolist() == [0.0, 4.0, 1.0, -5.0]
 
 
@@ -360,7 +364,7 @@ def test_the_terminal_reward_sits_on_the_last_trained_decision():
     mask = torch.tensor([[1, 1, 0, 1, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()
     found = place_terminal_reward(torch.tensor([3, 5, -2, 7]), mask)
     assert found.tolist() == [[0, 0, 0, 3, 0], [0] * 5, [-2, 0, 0, 0, 0], [0, 0, 0, 0, 7]]
-    assert found.dtype == torch.float32
+    assert place_terminal_reward(torch.zeros(4).double(), mask).dtype == found.dtype == torch.float32
 
 
 def test_an_empty_response_receives_no_reward():

@@ -143,7 +143,7 @@ def test_prompt_mean_needs_groups():
 
 
 def test_low_precision_values_are_summed_in_float32():
-    ones = torch.ones(1, 4096, dtype=torch.bfloat16)  # a bfloat16 sum of ones stops at 256
-    loss = reduced(ones, torch.ones(1, 4096, dtype=torch.bool), "sequence_mean_token_sum", None)
+    ones = torch.ones(1, 4097, dtype=torch.bfloat16)  # bfloat16 has no 4097
+    loss = reduced(ones, torch.ones(1, 4097, dtype=torch.bool), "sequence_mean_token_sum", None)
     assert loss.dtype == torch.float32
-    assert float(loss) == 4096
+    assert loss.item() == 4097

@@ -86,7 +86,9 @@ def test_a_masked_log_prob_leaks_into_neither_loss_nor_gradient(bad):
     mask = torch.tensor([[True, False]])
     new = torch.tensor([[-1.0, bad]], requires_grad=True)
     old = torch.tensor([[-1.5, bad]])
-    terms = clipped_surrogate(log_ratio(new, old, mask=mask), torch.tensor([[1.0, torch.nan]]), 0.9, 0.9)
+    ratios = log_ratio(new, old, mask=mask)
+    assert ratios.tolist() == [[0.5, 0.0]]
+    terms = clipped_surrogate(ratios, torch.tensor([[1.0, torch.nan]]), 0.9, 0.9)
     loss = aggregate(terms.loss, decision_weights(mask, "token_mean"), local_denominator(mask, "token_mean"))
     loss.backward()
     assert loss.item() == pytest.approx(-math.exp(0.5))

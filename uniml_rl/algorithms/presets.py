@@ -73,8 +73,8 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         old = base.get(key)
-        is_block = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = (
-            _merge(old, value) if is_block and value.get("type", old.get("type")) == old.get("type") else value
-        )
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            keeps_type = value.get("type", old.get("type")) == old.get("type")
+            value = _merge(old, value) if keeps_type else value
+        merged[key] = value
     return merged

@@ -21,8 +21,7 @@ class SurrogateTerms:
 def log_ratio(new: Tensor, old: Tensor, clamp: float = 20.0, *, mask: Tensor | None = None) -> Tensor:
     """log pi_new - log pi_old per decision [b, t], clamped to +-`clamp` so that its exponential stays finite.
 
-    Gradient flows to `new` alone, and none beyond the clamp. Outside of `mask` the result is 0 and has no gradient:
-    a non-finite log-prob there must be cut off before the exponential, whose backward pass would multiply it by 0.
+    Gradient flows to `new` alone, and none beyond the clamp. Outside of `mask` the result is 0 and has no gradient.
     """
     difference = new.float() - old.detach().float()
     if mask is not None:
