@@ -131,8 +131,12 @@ def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapter(module: nn.Module, folder: Path) -> None:
-    """Writes `adapter_model.safetensors` and `adapter_config.json` in peft's own format."""
+    """Writes `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained` loads."""
     folder.mkdir(parents=True, exist_ok=True)
-    state = {key: value.detach().cpu().contiguous() for key, value in get_peft_model_state_dict(module).items()}
+    # The names as PeftModel writes them; it takes an adapter without the prefix for one that lacks every key.
+    state = {
+        f"base_model.model.{key}": value.detach().cpu().contiguous()
+        for key, value in get_peft_model_state_dict(module).items()
+    }
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     module.peft_config[ADAPTER].save_pretrained(folder)  # type: ignore[operator,index,union-attr]
