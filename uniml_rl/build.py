@@ -12,7 +12,7 @@ from modalities.critic import CriticSettings
 from modalities.errors import did_you_mean
 from modalities.settings import Settings
 from uniml_rl.algorithms.presets import merge_preset
-from uniml_rl.algorithms.settings import AlgorithmSettings
+from uniml_rl.algorithms.settings import GROUP_ESTIMATORS, AlgorithmSettings
 from uniml_rl.config import overlay, typed_block, validate
 from uniml_rl.engines.base import OptimizerSettings
 
@@ -50,7 +50,7 @@ ENGINES = {"torch": "uniml_rl.engines.torch_engine:TorchEngineConfig"}
 PolicyBlock = Annotated[Any, typed_block(POLICIES, "policy")]
 PromptsBlock = Annotated[Any, typed_block(PROMPTS, "prompt source")]
 RewardBlock = Annotated[Any, typed_block(REWARDS, "reward")]
-EngineBlock = Annotated[Any, typed_block(ENGINES, "engine")]
+EngineBlock = Annotated[Any, typed_block(ENGINES, "engine", default="torch")]
 AlgorithmBlock = Annotated[AlgorithmSettings, BeforeValidator(merge_preset)]
 
 
@@ -100,9 +100,9 @@ class EvaluationSettings(Settings):
     """Samples of each prompt."""
     every: int | None = Field(default=None, ge=1)
     """Iterations between evaluations within the stage; None evaluates only before and after it."""
-    sampling: dict[str, Any] = {}
+    sampling: dict[str, Any] = Field(default_factory=dict)
     """Keys of the policy's `sampling` block that evaluation replaces (a deterministic sampler, more steps ...)."""
-    rewards: dict[str, RewardBlock] = {}
+    rewards: dict[str, RewardBlock] = Field(default_factory=dict)
     """Rewards that are measured here and never trained on: held-out judges."""
     rows_at_once: int = Field(default=64, ge=1)
     """Samples of one rollout of the evaluation: memory and speed, not the result."""
@@ -136,7 +136,7 @@ class RehearsalSettings(Settings):
 class StageConfig(Settings):
     """One stage of the curriculum."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_-]+$")
     """Name of the stage, in file names and logs."""
     policy: str
     """Name of the policy, from `policies`, that this stage trains."""
@@ -164,11 +164,16 @@ class StageConfig(Settings):
     """Held-out evaluation."""
     ema: EmaSettings | None = None
     """Moving average of the weights."""
-    rehearsal: list[RehearsalSettings] = []
+    rehearsal: list[RehearsalSettings] = Field(default_factory=list)
     """Earlier stages to rehearse."""
 
     @model_validator(mode="after")
     def _fits(self) -> StageConfig:
+        if self.algorithm.advantage.type in GROUP_ESTIMATORS and self.group_size < 2:
+            raise ValueError(
+                f"group_size: {self.group_size} with algorithm {self.algorithm.name!r}, which compares the samples of "
+                "a prompt with each other: every advantage would be 0; use at least 2"
+            )
         if (self.algorithm.value is None) != (self.critic is None):
             problem = (
                 "needs a `critic` block" if self.critic is None else "has no use for the `critic` block; remove it"

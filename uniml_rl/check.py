@@ -11,19 +11,19 @@ from rich.table import Table
 from modalities.errors import UserError
 from rewards.combine import RewardSet
 from uniml_rl.build import RunConfig, StageConfig, inspect_policy
-from uniml_rl.config import load_yaml, validate
+from uniml_rl.config import LoadedConfig, load_yaml, validate
 
 FIRST_RECORDS = 8
 
 
-def preflight(config: RunConfig) -> None:
+def preflight(config: RunConfig, loaded: LoadedConfig) -> None:
     """Raises UserError for anything that would stop a later stage: missing data, a model folder of the wrong kind, a
     reward that does not fit, an algorithm that does not fit the policy."""
-    for stage in config.stages:
+    for index, stage in enumerate(config.stages):
         try:
             _check_stage(config, stage)
         except UserError as error:
-            raise UserError(f"stage {stage.name!r}: {error}") from error
+            raise loaded.error(("stages", index), str(error)) from error
 
 
 def _check_stage(config: RunConfig, stage: StageConfig) -> None:
@@ -44,8 +44,9 @@ def _check_stage(config: RunConfig, stage: StageConfig) -> None:
 
 def check_from_yaml(path: str | Path, overrides: Sequence[str] = ()) -> None:
     """Validates everything without training, and prints parameters, trainable shares and a memory estimate."""
-    config = validate(RunConfig, load_yaml(path, overrides))
-    preflight(config)
+    loaded = load_yaml(path, overrides)
+    config = validate(RunConfig, loaded)
+    preflight(config, loaded)
     console = Console()
     table = Table(title=f"{config.name}: policies")
     for column in ("policy", "model", "parameters", "trainable", "share", "weights + optimizer"):

@@ -153,7 +153,9 @@ def environment_changes(manifest: Mapping[str, Any]) -> list[str]:
     """Lines that say what changed since the checkpoint was written; empty if a bit-for-bit continuation is promised."""
     now = environment()
     return [
-        f"{key}: {before} -> {now.get(key)}" for key, before in manifest["environment"].items() if now.get(key) != before
+        f"{key}: {before} -> {now.get(key)}"
+        for key, before in manifest["environment"].items()
+        if now.get(key) != before
     ]
 
 
@@ -165,5 +167,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise UserError(f"{folder} is in use by another process; wait for it or train into another folder.") from error
+            raise UserError(
+                f"{folder} is in use by another process; wait for it or train into another folder."
+            ) from error
         yield

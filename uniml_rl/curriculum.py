@@ -9,13 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from modalities.base import Policy
 from modalities.critic import Critic, ValueHead
 from modalities.errors import UserError
-from modalities.samples import Prompt, Sample
-from rewards.combine import RewardResult, RewardSet
+from rewards.combine import RewardSet
 from uniml_rl.build import (
     RunConfig,
     StageConfig,
@@ -26,7 +23,7 @@ from uniml_rl.build import (
     policies_of,
 )
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
-from uniml_rl.data.prompts import DrawnPrompt, MixedPromptStream, PromptStream
+from uniml_rl.data.prompts import MixedPromptStream, PromptStream
 from uniml_rl.engines.base import Engine
 from uniml_rl.evaluation import Evaluation, Evaluator, compare, evaluation_metrics
 from uniml_rl.export import export_policy

@@ -262,9 +262,7 @@ class PolicyGradientObjective(Objective):
             mask = segment.mask & chosen.unsqueeze(1)
             weights.append(decision_weights(mask, mode, groups=segment.groups))
             denominators.append(
-                global_denominator(
-                    mask, mode, groups=segment.groups, constant=constant, reduce=engine.sum_over_ranks
-                )
+                global_denominator(mask, mode, groups=segment.groups, constant=constant, reduce=engine.sum_over_ranks)
             )
         return Minibatch(experience, roots, weights, denominators)
 
@@ -283,7 +281,9 @@ class PolicyGradientObjective(Objective):
         losses = []
         critic_only = self.settings.value is not None and iteration < self.settings.value.warm_up_iterations
         if not critic_only:
-            losses.append(aggregate(self._policy_terms(experience, cut, replay, mask, unit, metrics), weights, denominator))
+            losses.append(
+                aggregate(self._policy_terms(experience, cut, replay, mask, unit, metrics), weights, denominator)
+            )
             metrics.sum("loss/policy", losses[-1].detach())
             losses += self._kl_loss(policy, trajectory, experience, cut, replay, mask, weights, denominator, metrics)
             losses += self._entropy_loss(replay, mask, weights, denominator, metrics)

@@ -12,7 +12,7 @@ from modalities.errors import UserError
 from uniml_rl.build import RunConfig
 from uniml_rl.check import preflight
 from uniml_rl.checkpoint import environment_changes, locked
-from uniml_rl.config import difference, load_yaml, resolved_dump, validate
+from uniml_rl.config import LoadedConfig, difference, load_yaml, resolved_dump, validate
 from uniml_rl.curriculum import Curriculum
 from uniml_rl.monitor.progress import Progress
 from uniml_rl.monitor.report import write_report
@@ -27,14 +27,15 @@ def train_from_yaml(path: str | Path, overrides: Sequence[str] = (), folder: str
 
     Raises UserError for a wrong configuration, a folder of another configuration, or a folder in use.
     """
-    config = validate(RunConfig, load_yaml(path, overrides))
+    loaded = load_yaml(path, overrides)
+    config = validate(RunConfig, loaded)
     run_folder = Path(folder or config.folder or Path("runs") / config.name)
     with locked(run_folder):
         _claim(run_folder, config, str(path))
-        train(config, run_folder)
+        train(config, loaded, run_folder)
 
 
-def train(config: RunConfig, folder: Path) -> None:
+def train(config: RunConfig, loaded: LoadedConfig, folder: Path) -> None:
     """Runs or continues a validated configuration in its folder, and writes the report at the end."""
     console = Console()
     engine = config.engine.build()
@@ -50,7 +51,7 @@ def train(config: RunConfig, folder: Path) -> None:
                 for line in environment_changes(manifest):
                     progress.note(f"changed since the checkpoint, so bits may differ: {line}")
             progress.activity("checking the configuration")
-            preflight(config)
+            preflight(config, loaded)
             curriculum.run()
     writer.close()
     write_report(folder, config.name, curriculum.reports(), next_commands(config, folder), console)

@@ -20,13 +20,13 @@ from modalities.base import Cut, Policy, Request, Trajectory
 from modalities.randomness import SampleKey, seeded_generator
 from modalities.samples import Prompt, Sample
 from rewards.combine import RewardResult
-from uniml_rl.objective import Objective
 from uniml_rl.build import StageConfig
 from uniml_rl.data.prompts import DrawnPrompt, PromptStream
 from uniml_rl.engines.base import Engine, StepReport
 from uniml_rl.experience import Experience
 from uniml_rl.monitor.metrics import Metrics, peak_memory_gib
 from uniml_rl.monitor.sample_metrics import measure_rollout, measure_samples
+from uniml_rl.objective import Objective
 
 
 class Scores(Protocol):

@@ -53,7 +53,10 @@ def run(config: str, folder: Path, seed: int, control: bool, count: int, samples
 
 def table(results: dict[str, dict[str, StageResult]], stage: str) -> list[str]:
     """Markdown rows: a run each, a reward each."""
-    lines = ["| run | reward | before | after | difference | 95 % interval | KL at the end |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| run | reward | before | after | difference | 95 % interval | KL at the end |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, stages in results.items():
         for reward, paired in stages[stage].differences.items():
             kl = stages[stage].final_metrics.get("kl/reference", float("nan"))
