@@ -380,3 +380,7 @@ class DenoisingPolicy(Policy):
 def _noise(generators: Sequence[torch.Generator], shape: tuple[int, ...]) -> Tensor:
     """[B, ...] on the CPU, each row from its own generator, so that no row depends on the others."""
     return torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+
+
+Families = Mapping[str, type[DenoisingPolicy]]
+"""Policy classes by the name of the diffusers pipeline class that they take."""

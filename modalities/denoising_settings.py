@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,7 +20,7 @@ from modalities.pipeline_folder import (
 from modalities.settings import Settings
 
 if TYPE_CHECKING:
-    from modalities.denoising import DenoisingPolicy
+    from modalities.denoising import DenoisingPolicy, Families
 
 
 class FlowSde(Settings):
@@ -164,7 +163,7 @@ class DenoisingSettings(PolicyConfig):
             )
         return self
 
-    def families(self) -> Mapping[str, type[DenoisingPolicy]]:
+    def families(self) -> Families:
         """The supported pipeline classes by name."""
         raise NotImplementedError
 

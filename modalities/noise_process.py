@@ -202,9 +202,9 @@ class DiffusionProcess(NoiseProcess):
         self.config = dict(scheduler)
         if "beta_schedule" not in self.config:
             raise UserError(f"scheduler: {self.config.get('_class_name')} has no beta schedule, as a UNet's must.")
-        keys = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas")
-        keys += ("set_alpha_to_one", "rescale_betas_zero_snr")
-        ddim = DDIMScheduler(**{key: self.config[key] for key in keys if key in self.config})
+        keys = ["num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas"]
+        keys += ["set_alpha_to_one", "rescale_betas_zero_snr"]
+        ddim: Any = DDIMScheduler(**{key: self.config[key] for key in keys if key in self.config})
         self.alphas: Tensor = torch.cat([ddim.alphas_cumprod, ddim.final_alpha_cumprod.reshape(1)])  # [-1] is the end
         self.prediction_type = str(self.config.get("prediction_type", "epsilon"))
         if self.prediction_type not in ("epsilon", "sample", "v_prediction"):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
-from modalities.denoising import DenoisingPolicy
+from modalities.denoising import Families
 from modalities.denoising_settings import DenoisingSettings
 from modalities.image.stable_diffusion import StableDiffusionPolicy
 from modalities.image.stable_diffusion_3 import StableDiffusion3Policy
@@ -17,7 +16,7 @@ class ImagePolicyConfig(DenoisingSettings):
     type: Literal["image"] = "image"
     """Selects this policy."""
 
-    def families(self) -> Mapping[str, type[DenoisingPolicy]]:
+    def families(self) -> Families:
         return {
             "StableDiffusionPipeline": StableDiffusionPolicy,
             "StableDiffusion3Pipeline": StableDiffusion3Policy,

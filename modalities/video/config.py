@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field
 
-from modalities.denoising import DenoisingPolicy
+from modalities.denoising import Families
 from modalities.denoising_settings import DenoisingSampling, DenoisingSettings
 from modalities.video.wan import WanPolicy
 
@@ -29,5 +28,5 @@ class VideoPolicyConfig(DenoisingSettings):
     frames_per_second: float = Field(default=16.0, gt=0)
     """Stated by the clips that are decoded."""
 
-    def families(self) -> Mapping[str, type[DenoisingPolicy]]:
+    def families(self) -> Families:
         return {"WanPipeline": WanPolicy}

@@ -100,6 +100,20 @@ def test_replay_takes_consecutive_steps_at_once(make: Make) -> None:
     assert torch.equal(together.of("std"), segment_of(trajectory).std[rows, steps])
 
 
+def test_features_are_the_prompts_and_not_the_negative_prompts(make: Make) -> None:
+    policy = make()
+    trajectory = policy.rollout(requests(2))
+    segment = segment_of(trajectory)
+    cut = Cut(0, torch.arange(2), slice(1, 2))
+    features = policy.replay(trajectory, cut, frozenset({"features"})).of("features")
+    for changed, is_same in (
+        (replace(segment, negative_index=1 - segment.negative_index), True),
+        (replace(segment, condition_index=1 - segment.condition_index), False),
+    ):
+        other = policy.replay(replace(trajectory, segments=[changed]), cut, frozenset({"features"})).of("features")
+        assert torch.allclose(other, features, rtol=1e-4, atol=1e-5) == is_same
+
+
 def test_replay_follows_the_weights_and_has_a_gradient(make: Make) -> None:
     policy = make()
     trajectory = policy.rollout(requests(2))
@@ -360,6 +374,16 @@ def test_the_decoder_computes_in_float32_whatever_the_models_dtype(make: Make) -
         under_autocast = policy.decode_latents(segment_of(trajectory).final_latents)
     assert torch.equal(under_autocast, policy.decode_latents(segment_of(trajectory).final_latents))
     assert segment_of(trajectory).final_latents.dtype == torch.float32
+
+
+def test_tiles_decode_what_the_whole_decodes(make_sd3: Make) -> None:
+    whole, tiled = make_sd3({"height": 64, "width": 64}), make_sd3({"height": 64, "width": 64}, vae_tiling=True)
+    trajectory = whole.rollout(requests(1))
+    tiled.vae.tile_latent_min_size, tiled.vae.tile_sample_min_size = 16, 32
+    (one,), (other,) = whole.decode(trajectory), tiled.decode(trajectory)
+    assert one.unit().shape == other.unit().shape == (3, 64, 64)  # type: ignore[union-attr]
+    assert not torch.equal(one.unit(), other.unit())  # type: ignore[union-attr]
+    assert (one.unit() - other.unit()).abs().mean() < 0.1  # type: ignore[union-attr]
 
 
 def test_only_images_are_encoded_by_an_image_policy(make_sd3: Make) -> None:
