@@ -114,7 +114,7 @@ class CheckpointStore:
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise UserError(
-                f"checkpoint {final} could not be written ({error.strerror or error}); the last good checkpoint is kept. "
+                f"checkpoint {final} could not be written ({error.strerror or error}); the last good one is kept. "
                 "Free disk space and run the same command again."
             ) from error
         for old in self.complete()[: -self.keep]:
@@ -122,7 +122,7 @@ class CheckpointStore:
         return final
 
     def complete(self) -> list[Path]:
-        """Folders of finished checkpoints, oldest first. A half-written one has another name and is never among them."""
+        """Folders of finished checkpoints, oldest first; a half-written one has another name."""
         return sorted(path for path in self.folder.glob(f"{_PREFIX}*") if (path / MANIFEST).is_file())
 
     def latest(self) -> Path | None:
@@ -139,8 +139,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     for name, digest in manifest["sha256"].items():
         if not (folder / name).is_file() or _sha256(folder / name) != digest:
             raise UserError(
-                f"{folder / name} is missing or damaged (its SHA-256 is not the manifest's). Remove the folder to go on "
-                "from the checkpoint before it."
+                f"{folder / name} is missing or damaged (its SHA-256 is not the manifest's). Remove the folder to go "
+                "on from the checkpoint before it."
             )
     weights = {
         Path(name).stem: load_file(folder / name) for name in manifest["sha256"] if name.endswith(".safetensors")

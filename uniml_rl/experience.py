@@ -44,7 +44,7 @@ class Minibatch:
 
 
 def to_segment(trajectory: Trajectory, values: Tensor, valid: Tensor, segment: int) -> tuple[Tensor, Tensor]:
-    """The mean of the leaves' `values` [B_last] over each row of a segment, valid leaves only, and whether there is one.
+    """The mean of the valid leaves' `values` [B_last] over each row of a segment, and whether there is one.
 
     Returns ([B_s] float32, [B_s] bool); rows without a valid leaf get 0 and False.
     """

@@ -106,9 +106,9 @@ class PolicyGradientObjective(Objective):
             return
         message = (
             f"policy {segment.agent!r}: replaying the first rollout gives log-probs that differ from the sampler's by "
-            f"{found:.3g} on average, more than {allowed:.3g} ({precision}, unit {segment.log_prob_unit}). Training would "
-            "optimise the wrong ratio. Causes: a sampling setting that replay does not know, different numerics, dropout. "
-            "`algorithm.replay_check: warn` goes on, `algorithm.replay_tolerance` moves the limit."
+            f"{found:.3g} on average, more than {allowed:.3g} ({precision}, unit {segment.log_prob_unit}). Training "
+            "would optimise the wrong ratio. Causes: a sampling setting that replay does not know, other numerics, "
+            "dropout. `algorithm.replay_check: warn` goes on, `algorithm.replay_tolerance` moves the limit."
         )
         if self.settings.replay_check == "error":
             raise UserError(message)

@@ -109,8 +109,8 @@ class TorchEngine(Engine):
             optimizer.zero_grad(set_to_none=True)
         if self._skipped_in_a_row >= self.max_skipped_steps:
             raise RuntimeError(
-                f"{self._skipped_in_a_row} optimizer steps in a row had a non-finite gradient (norms {norms}); the last "
-                "checkpoint is intact. Lower the learning rate or the reward's scale, or use precision: fp32."
+                f"{self._skipped_in_a_row} optimizer steps in a row had a non-finite gradient (norms {norms}); the "
+                "last checkpoint is intact. Lower the learning rate or the reward's scale, or use precision: fp32."
             )
         return StepReport(norms, ratios, skipped)
 
@@ -148,7 +148,7 @@ class TorchEngine(Engine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["optimizers"].keys() != self._optimizers.keys():
             raise ValueError(
-                f"the checkpoint holds optimizers {sorted(state['optimizers'])}, the run has {sorted(self._optimizers)}."
+                f"the checkpoint's optimizers are {sorted(state['optimizers'])}, the run's {sorted(self._optimizers)}."
             )
         for name, optimizer in self._optimizers.items():
             optimizer.load_state_dict(state["optimizers"][name])
