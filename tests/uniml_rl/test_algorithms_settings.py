@@ -83,6 +83,7 @@ class Stage(Settings):
         ({"name": "gpro"}, ["algorithm: name 'gpro'", "did you mean 'grpo'"]),
         ({}, ["algorithm: name None", "ddpo, flow_grpo"]),
         ([], ["algorithm: []", "a block with a name"]),
+        ({"name": ["grpo"]}, ["name ['grpo']"]),
         ({"name": "grpo", "surogate": {}}, ["algorithm.surogate", "did you mean 'surrogate'"]),
         ({"name": "grpo", "kl": {"coeficient": 1}}, ["algorithm.kl.coeficient", "did you mean 'coefficient'"]),
         ({"name": "grpo", "kl": {"adaptive": {"target": 1}}}, ["algorithm.kl.adaptive.horizon", "required"]),

@@ -55,7 +55,7 @@ def merge_preset(block: Any) -> Any:
     if not isinstance(given, Mapping):
         raise UserError("must be the name of an algorithm or a block with a name.")
     name = given.get("name")
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise UserError(f"name {name!r}: allowed are {', '.join(sorted(PRESETS))}{did_you_mean(str(name), PRESETS)}")
     return _merge(PRESETS[name], given)
 
