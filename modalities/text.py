@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
@@ -97,11 +97,18 @@ class TextPolicyConfig(PolicyConfig):
         source = resolve_model(self.model, kind="transformers")
         with loading(self.model):
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=self.trust_remote_code)
-            model = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=getattr(torch, self.dtype),
                 trust_remote_code=self.trust_remote_code,
+                output_loading_info=True,
                 **({} if self.attention == "auto" else {"attn_implementation": self.attention}),
+            )
+        model, report = loaded
+        if missing := sorted(report["missing_keys"]):
+            raise UserError(
+                f"model {self.model!r} holds no weights for {len(missing)} tensors of {type(model).__name__}, for "
+                f"example {missing[0]!r}; they would be random."
             )
         return TextPolicy(name, model, tokenizer, self, torch.device(device), seed)
 
