@@ -80,12 +80,8 @@ class PolicyGradientObjective(Objective):
         self.settings = settings
         self.critic = critic
         self.kl_controller = settings.kl.controller() if settings.kl else None
-        advantage = settings.advantage
-        self.running_statistics = (
-            estimators.RunningPromptStatistics(advantage.buffer_size, advantage.min_count, advantage.epsilon)
-            if isinstance(advantage, RunningPromptAdvantage)
-            else None
-        )
+        # By segment: the segments of a chain share the reward, which must not be remembered once for each.
+        self.running_statistics: dict[int, estimators.RunningPromptStatistics] = {}
         self.needs_reference = settings.kl is not None
 
     # -- once per rollout ------------------------------------------------------------------------------------------
@@ -238,9 +234,8 @@ class PolicyGradientObjective(Objective):
         elif settings.type == "leave_one_out":
             result, report = estimators.leave_one_out(rewards, valid, groups)
         elif settings.type == "running_prompt":
-            assert self.running_statistics is not None
             prompts = torch.tensor([trajectory.requests[row].prompt.index for row in trajectory.roots(index).tolist()])
-            result, report = self.running_statistics.update(rewards, valid, prompts)
+            result, report = self._statistics_of(index).update(rewards, valid, prompts)
         else:
             return estimators.batch_advantages(
                 rewards,
@@ -251,6 +246,13 @@ class PolicyGradientObjective(Objective):
             )
         metrics.share("group/without_signal_share", torch.arange(report.groups) < report.without_signal)
         return result
+
+    def _statistics_of(self, segment: int) -> estimators.RunningPromptStatistics:
+        settings = self.settings.advantage
+        assert isinstance(settings, RunningPromptAdvantage)
+        return self.running_statistics.setdefault(
+            segment, estimators.RunningPromptStatistics(settings.buffer_size, settings.min_count, settings.epsilon)
+        )
 
     # -- once per optimizer step -----------------------------------------------------------------------------------
 
@@ -407,14 +409,16 @@ class PolicyGradientObjective(Objective):
     def state_dict(self) -> dict[str, Any]:
         return {
             "kl_controller": self.kl_controller.state_dict() if self.kl_controller else {},
-            "running_statistics": self.running_statistics.state_dict() if self.running_statistics else {},
+            "running_statistics": {
+                str(segment): statistics.state_dict() for segment, statistics in self.running_statistics.items()
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.kl_controller:
             self.kl_controller.load_state_dict(state["kl_controller"])
-        if self.running_statistics:
-            self.running_statistics.load_state_dict(state["running_statistics"])
+        for segment, statistics in state["running_statistics"].items():
+            self._statistics_of(int(segment)).load_state_dict(statistics)
 
 
 _KL_NEEDS: dict[str, frozenset[Need]] = {

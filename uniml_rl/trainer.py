@@ -131,7 +131,8 @@ class Trainer:
     def _check_replay(self, trajectory: Trajectory, cuts: list[Cut]) -> None:
         """Before the first update of a process: is what training scores what the sampler scored?"""
         if not self._replay_checked and cuts:
-            self.objective.check_replay(self.policy, trajectory, cuts[0], self.engine.precision)
+            for first in {cut.segment: cut for cut in reversed(cuts)}.values():
+                self.objective.check_replay(self.policy, trajectory, first, self.engine.precision)
             self._replay_checked = True
 
     def _update(self, experience: Experience, roots: Tensor, iteration: int, metrics: Metrics) -> None:
