@@ -105,12 +105,14 @@ class DenoisingPolicy(Policy):
     def trunk(self) -> nn.Module:
         """The module whose output, averaged over positions, is the row's features."""
 
+    @staticmethod
     @abstractmethod
-    def latent_shape(self, sampling: DenoisingSampling) -> tuple[int, ...]:
-        """Shape of one sample's latent; UserError if the size in pixels does not fit."""
+    def latent_shape_of(sampling: DenoisingSampling, denoiser: Any, vae: Any) -> tuple[int, ...]:
+        """Shape of one sample's latent, from the configurations; UserError if the size in pixels does not fit."""
 
+    @staticmethod
     @abstractmethod
-    def sequence_length(self, shape: tuple[int, ...]) -> int:
+    def sequence_length(shape: tuple[int, ...], denoiser: Any) -> int:
         """Number of the denoiser's tokens for a latent of that shape, which some schedules depend on."""
 
     @abstractmethod
@@ -183,9 +185,19 @@ class DenoisingPolicy(Policy):
         segment.rollout_log_probs.masked_fill_(segment.trained_mask, torch.nan)
         return trajectory
 
+    @classmethod
+    def schedule_of(cls, sampling: DenoisingSampling, process: NoiseProcess, denoiser: Any, vae: Any) -> Schedule:
+        """The table of `sampling`, from configurations; UserError if its sampler, window or size does not fit."""
+        shape = cls.latent_shape_of(sampling, denoiser, vae)
+        return process.schedule(sampling, cls.sequence_length(shape, denoiser))
+
     def schedule(self, sampling: DenoisingSampling) -> Schedule:
-        """The table of `sampling` for this model; UserError if its sampler, window or size does not fit."""
-        return self.process.schedule(sampling, self.sequence_length(self.latent_shape(sampling)))
+        """The table of `sampling` for this model; UserError if it does not fit."""
+        return self.schedule_of(sampling, self.process, self.denoiser.config, self.vae.config)
+
+    def latent_shape(self, sampling: DenoisingSampling) -> tuple[int, ...]:
+        """Shape of one sample's latent."""
+        return self.latent_shape_of(sampling, self.denoiser.config, self.vae.config)
 
     def _generate(self, requests: list[Request], sampling: DenoisingSampling, clean: Tensor | None) -> Trajectory:
         schedule = self.schedule(sampling)

@@ -180,10 +180,11 @@ class DenoisingSettings(PolicyConfig):
         return family(name, self, folder, device, seed)
 
     def inspect(self) -> PolicySummary:
-        """Counts parameters from the folder's configurations and file headers, and checks the sampling settings."""
+        """Counts parameters from the folder's configurations and file headers. UserError if `sampling` does not fit."""
         family, folder = self._family()
-        family.process_type(component_config(folder, "scheduler")).schedule(self.sampling, sequence_length=1024)
-        denoiser = empty_module(folder, family.denoiser_component)
+        denoiser, vae = empty_module(folder, family.denoiser_component), empty_module(folder, "vae")
+        process = family.process_type(component_config(folder, "scheduler"))
+        family.schedule_of(self.sampling, process, denoiser.config, vae.config)
         family.make_trainable(denoiser, self.lora, seed=0)
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in denoiser.parameters()]
         return PolicySummary(

@@ -68,14 +68,11 @@ def load_pipeline(folder: Path, dtype: torch.dtype, trust_remote_code: bool, **c
             components.setdefault(name, None)
     if trust_remote_code:
         components["trust_remote_code"] = True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # `torch_dtype` has a new name that older releases lack
-            pipeline = getattr(diffusers, index["_class_name"]).from_pretrained(
-                folder, torch_dtype=dtype, local_files_only=True, **components
-            )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"model: {str(folder)!r} cannot be loaded as a {index['_class_name']}: {error}") from error
+    with loading(str(folder)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # `torch_dtype` has a new name that older releases lack
+        pipeline = getattr(diffusers, index["_class_name"]).from_pretrained(
+            folder, torch_dtype=dtype, local_files_only=True, **components
+        )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

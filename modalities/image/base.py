@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,31 +15,30 @@ from modalities.samples import Image, Sample
 
 
 class LatentImagePolicy(DenoisingPolicy):
-    """Latents [C, H, W] of an AutoencoderKL, one latent pixel per `vae_scale_factor` pixels."""
+    """Latents [C, H, W] of an AutoencoderKL, several pixels of the image per latent pixel."""
 
     sample_kind = "image"
-    config_patch_size: ClassVar[bool] = False
 
-    def _denoiser_config(self) -> Any:
-        return self.denoiser.config  # type: ignore[union-attr]
-
-    def _patch_size(self) -> int:
-        return int(self._denoiser_config().patch_size) if self.config_patch_size else 1
-
-    def latent_shape(self, sampling: DenoisingSampling) -> tuple[int, ...]:
-        config, factor = self._denoiser_config(), int(self.pipeline.vae_scale_factor)
-        own = config.sample_size
+    @staticmethod
+    def latent_shape_of(sampling: DenoisingSampling, denoiser: Any, vae: Any) -> tuple[int, ...]:
+        factor, patch = 2 ** (len(vae.block_out_channels) - 1), denoiser.get("patch_size", 1)
+        own = denoiser.sample_size
         own_height, own_width = (own, own) if isinstance(own, int) else own
-        height = sampling.height or own_height * factor
-        width = sampling.width or own_width * factor
-        unit = factor * self._patch_size()
-        for key, size in (("height", height), ("width", width)):
-            if size % unit:
-                raise UserError(f"sampling.{key}: {size} is not a multiple of {unit}, which this model needs.")
-        return (int(config.in_channels), height // factor, width // factor)
+        largest = denoiser.get("pos_embed_max_size")
+        shape = [int(denoiser.in_channels)]
+        for key, asked, default in (("height", sampling.height, own_height), ("width", sampling.width, own_width)):
+            size = asked or default * factor
+            if size % (factor * patch):
+                raise UserError(f"sampling.{key}: {size} is not a multiple of {factor * patch}, as this model needs.")
+            if largest and size > largest * factor * patch:
+                raise UserError(f"sampling.{key}: {size} is more than this model's {largest * factor * patch}.")
+            shape.append(size // factor)
+        return tuple(shape)
 
-    def sequence_length(self, shape: tuple[int, ...]) -> int:
-        return (shape[1] // self._patch_size()) * (shape[2] // self._patch_size())
+    @staticmethod
+    def sequence_length(shape: tuple[int, ...], denoiser: Any) -> int:
+        patch = denoiser.get("patch_size", 1)
+        return (shape[1] // patch) * (shape[2] // patch)
 
     def pixels_from_latents(self, latents: Tensor) -> Tensor:
         config = self.vae.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ class StableDiffusionPolicy(LatentImagePolicy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self._denoiser_config().time_cond_proj_dim is not None:
+        if cast(Any, self.denoiser).config.time_cond_proj_dim is not None:
             raise UserError(f"model: the UNet of {str(self.folder)!r} is distilled for a guidance input: unsupported.")
 
     def absent_components(self) -> dict[str, None]:
@@ -38,7 +38,7 @@ class StableDiffusionPolicy(LatentImagePolicy):
 
     @property
     def feature_size(self) -> int:  # type: ignore[override]
-        return int(self._denoiser_config().block_out_channels[-1])
+        return int(cast(Any, self.denoiser).config.block_out_channels[-1])
 
     def trunk(self) -> nn.Module:
         return self.denoiser.mid_block  # type: ignore[return-value]

@@ -17,7 +17,6 @@ class StableDiffusion3Policy(LatentImagePolicy):
     denoiser_component = "transformer"
     process_type = FlowProcess
     reads_max_sequence_length = True
-    config_patch_size = True
 
     @classmethod
     def unused_layers(cls, denoiser: nn.Module) -> list[nn.Module]:

@@ -60,22 +60,23 @@ class WanPolicy(DenoisingPolicy):
         )[0]
         return output
 
-    def latent_shape(self, sampling: DenoisingSampling) -> tuple[int, ...]:
-        config: Any = self.denoiser.config
-        space, time = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
+    @staticmethod
+    def latent_shape_of(sampling: DenoisingSampling, denoiser: Any, vae: Any) -> tuple[int, ...]:
+        space, time = vae.scale_factor_spatial, vae.scale_factor_temporal
         frames = cast("VideoSampling", sampling).frames
         if (frames - 1) % time:
             raise UserError(
                 f"sampling.frames: {frames} is not one more than a multiple of {time}, as this model needs."
             )
         height, width = sampling.height or DEFAULT_HEIGHT, sampling.width or DEFAULT_WIDTH
-        for key, size, patch in (("height", height, config.patch_size[1]), ("width", width, config.patch_size[2])):
+        for key, size, patch in (("height", height, denoiser.patch_size[1]), ("width", width, denoiser.patch_size[2])):
             if size % (space * patch):
-                raise UserError(f"sampling.{key}: {size} is not a multiple of {space * patch}, which this model needs.")
-        return (config.in_channels, (frames - 1) // time + 1, height // space, width // space)
+                raise UserError(f"sampling.{key}: {size} is not a multiple of {space * patch}, as this model needs.")
+        return (denoiser.in_channels, (frames - 1) // time + 1, height // space, width // space)
 
-    def sequence_length(self, shape: tuple[int, ...]) -> int:
-        patch = cast(Any, self.denoiser.config).patch_size
+    @staticmethod
+    def sequence_length(shape: tuple[int, ...], denoiser: Any) -> int:
+        patch = denoiser.patch_size
         return (shape[1] // patch[0]) * (shape[2] // patch[1]) * (shape[3] // patch[2])
 
     def _latent_statistics(self) -> tuple[Tensor, Tensor]:

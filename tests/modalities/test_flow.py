@@ -7,6 +7,9 @@ import torch
 from denoising_helpers import exported_latents, image_policy, perturb, pipeline_latents, requests, segment_of
 from tiny_models_diffusion import tiny_stable_diffusion_3
 
+from modalities.errors import UserError
+from modalities.image import ImagePolicyConfig
+
 NEGATIVES: list[str | None] = ["bad", "", "cat"]
 WITHOUT_T5 = {"text_encoder_3": None, "tokenizer_3": None}
 
@@ -82,3 +85,11 @@ def test_explicit_shift_replaces_the_pipelines_grid(stable_diffusion_3_folder: P
     policy = image_policy(stable_diffusion_3_folder, {"shift": 1.0, "steps": 5})
     segment = segment_of(policy.rollout(requests(2)))
     torch.testing.assert_close(segment.times, torch.tensor([1.0, 0.8, 0.6, 0.4, 0.2, 0.0]).expand(2, -1))
+
+
+def test_a_size_beyond_the_position_table_is_explained(stable_diffusion_3_folder: Path) -> None:
+    config = ImagePolicyConfig.model_validate({"model": str(stable_diffusion_3_folder), "sampling": {"height": 68}})
+    for action in (config.inspect, lambda: config.build("painter", "cpu", 0)):
+        with pytest.raises(UserError, match=r"sampling.height: 68 is more than this model's 64"):
+            action()
+    assert segment_of(image_policy(stable_diffusion_3_folder, {"height": 64}).rollout(requests(1))).num_rows == 1

@@ -43,8 +43,10 @@ def test_clips_are_the_pipelines(wan_folder: Path) -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("frames", 6), ("height", 40), ("width", 24)])
 def test_sizes_must_fit_the_latent_grid(wan_folder: Path, key: str, value: int) -> None:
-    with pytest.raises(UserError, match=f"sampling.{key}: {value}"):
-        video_policy(wan_folder, {key: value})
+    config = VideoPolicyConfig.model_validate({"model": str(wan_folder), "sampling": {key: value}})
+    for action in (config.inspect, lambda: config.build("film", "cpu", 0)):
+        with pytest.raises(UserError, match=f"sampling.{key}: {value}"):
+            action()
 
 
 def test_an_image_folder_is_no_video_policy(stable_diffusion_folder: Path) -> None:
