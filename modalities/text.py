@@ -156,10 +156,10 @@ class TextPolicy(Policy):
             attach_lora(causal_lm, config.lora, DEFAULT_LORA_TARGETS, seed)
         else:
             causal_lm.requires_grad_(True)
-        causal_lm.eval().to(device)
+        causal_lm.to(device=device)
         if config.gradient_checkpointing:
             checkpoint_layers(causal_lm)
-        self.model = CausalTokenModel(causal_lm, config.logits_chunk)
+        self.model = CausalTokenModel(causal_lm, config.logits_chunk).eval()
         self.weight_sets = WeightSets(self.trainable_modules())
         self.dtype = getattr(torch, config.dtype)
         self.feature_size = causal_lm.get_output_embeddings().weight.shape[1]
