@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -46,6 +47,11 @@ REWARDS = {
     "spectral_centroid": "rewards.audio:SpectralCentroidConfig",
 }
 ENGINES = {"torch": "uniml_rl.engines.torch_engine:TorchEngineConfig"}
+
+TOTAL = "total"
+"""Name of the weighted sum of the rewards beside the single ones."""
+CRITIC = "critic"
+"""Name of the critic beside the policies, in files and metrics."""
 
 PolicyBlock = Annotated[Any, typed_block(POLICIES, "policy")]
 PromptsBlock = Annotated[Any, typed_block(PROMPTS, "prompt source")]
@@ -179,6 +185,24 @@ class StageConfig(Settings):
                 "needs a `critic` block" if self.critic is None else "has no use for the `critic` block; remove it"
             )
             raise ValueError(f"algorithm {self.algorithm.name!r} {problem}")
+        rows = self.prompts_per_iteration * self.group_size
+        if self.algorithm.minibatches > rows:
+            raise ValueError(
+                f"algorithm.minibatches: {self.algorithm.minibatches} optimizer steps cannot share the {rows} samples "
+                "of an iteration (prompts_per_iteration x group_size)"
+            )
+        if self.ema is not None and self.evaluation is None:
+            raise ValueError("ema: only the evaluation uses the average; add an `evaluation` block or remove `ema`")
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_are_told_apart(self) -> StageConfig:
+        judges = self.evaluation.rewards if self.evaluation is not None else {}
+        for name in [*self.rewards, *judges]:
+            if name == TOTAL or "/" in name:
+                raise ValueError(f"reward {name!r}: names hold no '/', and {TOTAL!r} is the weighted sum's own name")
+        if both := sorted(self.rewards.keys() & judges.keys()):
+            raise ValueError(f"evaluation.rewards {both}: a reward of the stage has the same name, and is measured too")
         return self
 
 
@@ -208,6 +232,17 @@ class RunConfig(Settings):
     """Who computes: device, precision, sharding."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Checkpoints."""
+
+    @field_validator("policies")
+    @classmethod
+    def _policies_have_files(cls, policies: dict[str, Any]) -> dict[str, Any]:
+        for name in policies:
+            if name == CRITIC or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+                raise ValueError(
+                    f"policy {name!r}: a name is also that of files, so it is made of letters, digits, '_' and '-'; "
+                    f"{CRITIC!r} is the critic's own"
+                )
+        return policies
 
     @field_validator("stages")
     @classmethod

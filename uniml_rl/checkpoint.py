@@ -25,6 +25,7 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 _STATE = "state.pt"
 _PREFIX = "iteration-"
+_REPLACED, _REMOVED = ".replaced-", ".removed-"
 
 
 def environment() -> dict[str, str | int]:
@@ -88,7 +89,7 @@ class CheckpointStore:
         or the new one; an earlier checkpoint of the same iteration is replaced only by the rename.
         """
         final = self.folder / f"{_PREFIX}{iteration:06d}"
-        aside = self.folder / f".writing-{final.name}"
+        aside, replaced = (self.folder / f"{state}{final.name}" for state in (".writing-", _REPLACED))
         self.folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
@@ -108,7 +109,9 @@ class CheckpointStore:
             (aside / MANIFEST).write_text(json.dumps(manifest, indent=2))
             _finish_file(aside / MANIFEST)
             sync_folder(aside)
-            shutil.rmtree(final, ignore_errors=True)
+            if final.exists():  # a stage that ended without an iteration
+                shutil.rmtree(replaced, ignore_errors=True)
+                final.rename(replaced)
             aside.rename(final)
             sync_folder(self.folder)
         except OSError as error:
@@ -118,12 +121,24 @@ class CheckpointStore:
                 "Free disk space and run the same command again."
             ) from error
         for old in self.complete()[: -self.keep]:
-            shutil.rmtree(old)
+            # Renamed first, so that a kill in between leaves nothing that looks like a checkpoint.
+            old.rename(self.folder / f"{_REMOVED}{old.name}")
+        for path in (*self.folder.glob(f"{_REMOVED}*"), replaced):
+            shutil.rmtree(path, ignore_errors=True)
         return final
 
     def complete(self) -> list[Path]:
-        """Folders of finished checkpoints, oldest first; a half-written one has another name."""
-        return sorted(path for path in self.folder.glob(f"{_PREFIX}*") if (path / MANIFEST).is_file())
+        """Folders of finished checkpoints, oldest first; a half-written one has another name.
+
+        One that was being replaced when the process was killed counts until its successor stands.
+        """
+        found = {}
+        for prefix in (_REPLACED + _PREFIX, _PREFIX):
+            for path in self.folder.glob(f"{prefix}*"):
+                number = path.name.removeprefix(prefix)
+                if number.isdigit() and (path / MANIFEST).is_file():
+                    found[int(number)] = path
+        return [found[number] for number in sorted(found)]
 
     def latest(self) -> Path | None:
         """The newest finished checkpoint."""
@@ -133,7 +148,13 @@ class CheckpointStore:
 
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Reads and verifies a checkpoint; raises UserError that names the file if a hash or the schema does not fit."""
-    manifest = json.loads((folder / MANIFEST).read_text())
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder / MANIFEST} is missing or damaged ({error}). Remove the folder to go on from the checkpoint "
+            "before it."
+        ) from error
     if manifest["schema"] != SCHEMA:
         raise UserError(f"{folder}: checkpoint schema {manifest['schema']}, but this version reads schema {SCHEMA}.")
     for name, digest in manifest["sha256"].items():

@@ -14,6 +14,7 @@ from modalities.critic import Critic, ValueHead
 from modalities.errors import UserError
 from rewards.combine import RewardSet
 from uniml_rl.build import (
+    CRITIC,
     RunConfig,
     StageConfig,
     UntilSettings,
@@ -47,16 +48,20 @@ class Position:
 
 
 def why_ended(until: UntilSettings, iteration: int, rewards: Sequence[float]) -> str | None:
-    """The condition that ends a stage after `iteration` iterations with these mean rewards, in words; None goes on."""
+    """The condition that ends a stage after `iteration` iterations with these mean rewards, in words; None goes on.
+
+    An iteration without a single valid reward (NaN) reaches no threshold, and a plateau does not see it.
+    """
     if until.iterations is not None and iteration >= until.iterations:
         return f"{iteration} iterations"
     if until.reward is not None:
         last = rewards[-until.reward.patience :]
         if len(last) == until.reward.patience and all(reward >= until.reward.threshold for reward in last):
             return f"reward >= {until.reward.threshold:g} in {until.reward.patience} iterations in a row"
-    if until.plateau is not None and len(rewards) >= 2 * until.plateau.window:
+    known = [reward for reward in rewards if math.isfinite(reward)]
+    if until.plateau is not None and len(known) >= 2 * until.plateau.window:
         window = until.plateau.window
-        gain = math.fsum(rewards[-window:]) / window - math.fsum(rewards[-2 * window : -window]) / window
+        gain = math.fsum(known[-window:]) / window - math.fsum(known[-2 * window : -window]) / window
         if gain <= until.plateau.minimum_gain:
             return f"reward gained {gain:.4g} over {window} iterations, not more than {until.plateau.minimum_gain:g}"
     return None
@@ -158,6 +163,8 @@ class Curriculum:
         """Exports the policy, moves on, and saves what later stages need."""
         export_policy(stage.policy, self.folder / "export" / stage.config.policy)
         stage.rewards.close()
+        if stage.evaluator is not None:
+            stage.evaluator.close()
         position = self.position
         position.stage, position.iteration, position.rewards = position.stage + 1, 0, []
         self._save(None)
@@ -181,7 +188,7 @@ class Curriculum:
         weight_sets = {"eval": "current"} | ({"eval_ema": "ema"} if stage.config.ema and iteration else {})
         for prefix, weights in weight_sets.items():
             self.progress.activity(f"evaluation of {weights} weights")
-            evaluation = stage.evaluator.run(iteration, weights)
+            evaluation = stage.evaluator.run(weights)
             metrics |= evaluation_metrics(prefix, evaluation, before)
             if weights == "current":
                 evaluation.save(self.evaluation_path(name, iteration))
@@ -236,10 +243,11 @@ class Curriculum:
         prompts, rewards = self._prompts(config), self._rewards(config, index)
         for segment_kind, unit in policy.decisions():
             config.algorithm.check(group_size=config.group_size, log_prob_unit=unit, kind=segment_kind)
+        objective.check_policy(policy)
         rewards.check(policy.sample_kind, prompts.first(8))
         optimizers = {config.policy: (policy.trainable_modules(), config.optimizer)}
         if critic is not None and config.critic is not None:
-            optimizers["critic"] = (critic.trainable_modules(), config.critic.optimizer)
+            optimizers[CRITIC] = (critic.trainable_modules(), config.critic.optimizer)
         self.engine.attach(optimizers)
         trainer = Trainer(policy, prompts, rewards, objective, self.engine, config, index, seed)
         stage = OpenStage(config, policy, critic, trainer, rewards, self._evaluator(config, policy, rewards, index))
@@ -247,7 +255,7 @@ class Curriculum:
             trainer.load_state_dict(self._restored["trainer"])
             rewards.load_state_dict(self._restored["rewards"])
             if critic is not None:
-                critic.load_weight_state(self._restored_weights["critic"])
+                critic.load_weight_state(self._restored_weights[CRITIC])
         else:
             policy.forget_all()
             policy.set_version(0)
@@ -322,7 +330,9 @@ class Curriculum:
         if stage is not None:
             state |= {"trainer": stage.trainer.state_dict(), "rewards": stage.rewards.state_dict()}
             if stage.critic is not None:
-                weights["critic"] = stage.critic.weight_state()
+                weights[CRITIC] = stage.critic.weight_state()
+        # Policies that were restored, but that no stage has opened since, are in nobody else's hands.
+        weights |= {name: kept for name, kept in self._restored_weights.items() if name in needed}
         stage_name = self.config.stages[first_needed].name
         self.store.save(self.position.total_iterations, weights, state, {"run": self.config.name, "stage": stage_name})
         return time.perf_counter() - started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -15,12 +16,10 @@ from modalities.base import Policy, Request
 from modalities.randomness import SampleKey
 from modalities.samples import Audio, Image, Prompt, Sample, Text, Video
 from rewards.combine import RewardSet
-from uniml_rl.build import EvaluationSettings
+from uniml_rl.build import TOTAL, EvaluationSettings
 from uniml_rl.engines.base import Engine
 from uniml_rl.monitor.report import PairedDifference, paired_difference
-
-TOTAL = "total"
-"""Name of the weighted sum beside the single rewards."""
+from uniml_rl.stage_rewards import FADED_IN
 
 _KINDS = {"text": Text, "image": Image, "video": Video, "audio": Audio}
 
@@ -115,8 +114,12 @@ class Evaluator:
         self.stage_index = stage_index
 
     @torch.no_grad()
-    def run(self, iteration: int, weights: str = "current") -> Evaluation:
-        """Samples and scores with a named weight set, some prompts at a time; `iteration` sets faded-in weights."""
+    def run(self, weights: str = "current") -> Evaluation:
+        """Samples and scores with a named weight set, some prompts at a time.
+
+        Rewards that fade in count with their full weight, so that the total before and after is the same measure; what
+        rewards remember of training's samples is as before afterwards.
+        """
         count = self.settings.samples_per_prompt
         prompts_at_once = max(1, self.settings.rows_at_once // count)
         samples: list[Sample] = []
@@ -128,17 +131,25 @@ class Evaluator:
                 for position, prompt in enumerate(self.prompts[start : start + prompts_at_once])
                 for number in range(count)
             ]
-            with self.policy.using(weights), self.engine.autocast():
-                trajectory = self.policy.rollout(requests, self.sampling)
-            samples += self.policy.decode(trajectory)
+            with self.policy.using(weights):
+                with self.engine.autocast():
+                    trajectory = self.policy.rollout(requests, self.sampling)
+                samples += self.policy.decode(trajectory)
         # A chain makes more samples than requests; those of a prompt follow each other all the same.
         prompts = [prompt for prompt in self.prompts for _ in range(len(samples) // len(self.prompts))]
-        result = self.rewards.score(samples, prompts, iteration)
+        remembered = copy.deepcopy(self.rewards.state_dict())
+        result = self.rewards.score(samples, prompts, FADED_IN)
+        self.rewards.load_state_dict(remembered)
         scores: dict[str, Tensor] = {TOTAL: result.total, **result.raw}
         if self.judges is not None:
-            scores |= self.judges.score(samples, prompts, iteration).raw
+            scores |= self.judges.score(samples, prompts, FADED_IN).raw
         shape = (len(self.prompts), -1)
         return Evaluation(self.prompts, samples, {name: value.view(shape) for name, value in scores.items()})
+
+    def close(self) -> None:
+        """Ends processes that the judges keep."""
+        if self.judges is not None:
+            self.judges.close()
 
 
 def held_out_names(settings: EvaluationSettings) -> frozenset[str]:

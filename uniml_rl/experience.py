@@ -41,6 +41,7 @@ class Minibatch:
     roots: Tensor  # [b] int64 rows of the first segment
     weights: list[Tensor]  # per segment [B, T] float32: each decision's weight, 0 outside of the minibatch
     denominators: list[Tensor]  # per segment, 0-dim float64, over all ranks
+    trained_decisions: int  # of all segments and ranks
 
 
 def to_segment(trajectory: Trajectory, values: Tensor, valid: Tensor, segment: int) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,10 @@ class Objective(ABC):
     needs_reference: bool
 
     @abstractmethod
+    def check_policy(self, policy: Policy) -> None:
+        """Raises UserError if the objective wants something of a replay that the policy does not offer."""
+
+    @abstractmethod
     def check_replay(self, policy: Policy, trajectory: Trajectory, cut: Cut, precision: str) -> None:
         """Compares the sampler's log-probs with a replay's; an error or a warning past the tolerance."""
 
@@ -57,7 +61,7 @@ class Objective(ABC):
         """One micro-batch's share of the optimizer step's loss."""
 
     @abstractmethod
-    def finish_iteration(self, experience: Experience, metrics: Metrics) -> None:
+    def finish_iteration(self, experience: Experience, engine: Engine, metrics: Metrics) -> None:
         """Updates what lives from one iteration to the next."""
 
     @abstractmethod
@@ -83,6 +87,17 @@ class PolicyGradientObjective(Objective):
         # By segment: the segments of a chain share the reward, which must not be remembered once for each.
         self.running_statistics: dict[int, estimators.RunningPromptStatistics] = {}
         self.needs_reference = settings.kl is not None
+
+    def check_policy(self, policy: Policy) -> None:
+        wanted = self._loss_needs(policy) | ({"entropy"} if self.settings.entropy_coefficient else set())
+        missing = wanted - policy.offers
+        if missing:
+            raise UserError(
+                f"algorithm {self.settings.name!r} needs {', '.join(sorted(missing))} of every decision, but policy "
+                f"{policy.name!r} ({type(policy).__name__}) offers only {', '.join(sorted(policy.offers))}. Choose "
+                "another algorithm, or leave out the part that needs it: `value` (features), `entropy_coefficient` "
+                "(entropy), `kl.estimator` (mean, std, prediction)."
+            )
 
     # -- once per rollout ------------------------------------------------------------------------------------------
 
@@ -146,10 +161,12 @@ class PolicyGradientObjective(Objective):
     ) -> list[tuple[Tensor, Tensor | None]]:
         """Per segment the old log-probs [B, T] and the critic's values, or None without a critic.
 
-        In float32 the sampler's log-probs are training's own (`check_replay` has compared them). In lower precision the
-        micro-batch's shape changes the rounding, so they are scored again with the cuts that training uses.
+        In float32 the sampler's log-probs are training's own, if `check_replay` guarantees it. In lower precision the
+        micro-batch's shape changes the rounding, so they are scored again with the cuts that training uses; and so they
+        are where a mismatch is allowed, or corrected.
         """
-        score_again = engine.precision != "fp32" or policy.dtype != torch.float32
+        exact = engine.precision == "fp32" and policy.dtype == torch.float32
+        score_again = not exact or self.settings.replay_check != "error" or self.settings.mismatch is not None
         features: frozenset[Need] = self.critic.needs() if self.critic else frozenset()
         needs = features | (frozenset({"log_prob"}) if score_again else frozenset())
         old = [segment.rollout_log_probs.clone() for segment in trajectory.segments]
@@ -235,7 +252,7 @@ class PolicyGradientObjective(Objective):
             result, report = estimators.leave_one_out(rewards, valid, groups)
         elif settings.type == "running_prompt":
             prompts = torch.tensor([trajectory.requests[row].prompt.index for row in trajectory.roots(index).tolist()])
-            result, report = self._statistics_of(index).update(rewards, valid, prompts)
+            result, report = self._statistics_of(index).update(rewards, valid, prompts, gather=engine.gather_rows)
         else:
             return estimators.batch_advantages(
                 rewards,
@@ -258,15 +275,16 @@ class PolicyGradientObjective(Objective):
 
     def minibatch(self, experience: Experience, roots: Tensor, engine: Engine) -> Minibatch:
         mode, constant = self.settings.aggregation.mode, self.settings.aggregation.constant
-        weights, denominators = [], []
+        weights, denominators, decisions = [], [], torch.zeros((), dtype=torch.long)
         for index, segment in enumerate(experience.segments):
             chosen = torch.isin(experience.trajectory.roots(index), roots)
             mask = segment.mask & chosen.unsqueeze(1)
+            decisions += mask.sum()
             weights.append(decision_weights(mask, mode, groups=segment.groups))
             denominators.append(
                 global_denominator(mask, mode, groups=segment.groups, constant=constant, reduce=engine.sum_over_ranks)
             )
-        return Minibatch(experience, roots, weights, denominators)
+        return Minibatch(experience, roots, weights, denominators, int(engine.sum_over_ranks(decisions)))
 
     # -- once per micro-batch --------------------------------------------------------------------------------------
 
@@ -289,7 +307,10 @@ class PolicyGradientObjective(Objective):
             metrics.sum("loss/policy", losses[-1].detach())
             losses += self._kl_loss(policy, trajectory, experience, cut, replay, mask, weights, denominator, metrics)
             losses += self._entropy_loss(replay, mask, weights, denominator, metrics)
-        losses += self._value_loss(trajectory, experience, cut, replay, weights, denominator, metrics)
+        features = replay.features
+        if critic_only and features is not None:
+            features = features.detach()  # of the policy's own trunk
+        losses += self._value_loss(trajectory, experience, cut, features, weights, denominator, metrics)
         total = torch.stack(losses).sum()
         metrics.sum("loss/total", total.detach())
         return total
@@ -375,7 +396,7 @@ class PolicyGradientObjective(Objective):
         trajectory: Trajectory,
         experience: SegmentExperience,
         cut: Cut,
-        replay: Replay,
+        features: Tensor | None,
         weights: Tensor,
         denominator: Tensor,
         metrics: Metrics,
@@ -383,7 +404,7 @@ class PolicyGradientObjective(Objective):
         if self.critic is None:
             return []
         assert experience.values is not None and experience.returns is not None and self.settings.value is not None
-        values = self.critic.values(trajectory, cut, replay.features)
+        values = self.critic.values(trajectory, cut, features)
         old, returns = (cut.take(x).to(values.device) for x in (experience.values, experience.returns))
         term = aggregate(clipped_value_loss(values, old, returns, self.settings.value.clip).loss, weights, denominator)
         metrics.sum("loss/value", term.detach())
@@ -391,20 +412,21 @@ class PolicyGradientObjective(Objective):
 
     # -- from iteration to iteration -------------------------------------------------------------------------------
 
-    def finish_iteration(self, experience: Experience, metrics: Metrics) -> None:
+    def finish_iteration(self, experience: Experience, engine: Engine, metrics: Metrics) -> None:
         kl = self.settings.kl
         if kl is None or self.kl_controller is None:
             return
         metrics.last("kl/coefficient", self.kl_controller.coefficient)
         if kl.adaptive is None:
             return
-        per_sample = [
-            kl_estimate("k1", segment.old_log_probs, segment.reference_log_probs, mask=segment.mask).sum(1)
-            for segment in experience.segments
-            if segment.reference_log_probs is not None
-        ]
-        values = torch.cat(per_sample)
-        self.kl_controller.update(float(values.mean()), len(values))
+        count_and_sum = torch.zeros(2, dtype=torch.float64)
+        for segment in experience.segments:
+            if segment.reference_log_probs is not None:
+                estimate = kl_estimate("k1", segment.old_log_probs, segment.reference_log_probs, mask=segment.mask)
+                count_and_sum += torch.stack([segment.mask.any(1).sum(), estimate.double().sum()])
+        samples, total = engine.sum_over_ranks(count_and_sum).tolist()
+        if samples:  # else nothing was trained on that could say how far the policy has moved
+            self.kl_controller.update(total / samples, int(samples))
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,13 @@ from modalities.randomness import SampleKey
 from modalities.samples import Prompt
 from rewards.combine import RewardSet
 from uniml_rl.build import POLICIES, RunConfig, StageConfig, build_policy, evaluation_sampling, part_names
-from uniml_rl.checkpoint import MANIFEST, CheckpointStore, load_checkpoint
+from uniml_rl.checkpoint import MANIFEST, Checkpoint, CheckpointStore, load_checkpoint
 from uniml_rl.config import TypedBlock, load_yaml, overlay, validate
 from uniml_rl.evaluation import Evaluator, held_out_names, summary
 from uniml_rl.export import export_policy
 from uniml_rl.monitor.samples import save_samples
 from uniml_rl.run import CONFIG_FILE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _MODEL_FILES = {"model_index.json": "image", "config.json": "text"}
 _SEED_STAGE = -1
 
@@ -37,11 +37,12 @@ class SavedRun:
     folder: Path
     config: RunConfig
     checkpoint: Path | None
+    device: str = "cpu"
 
     def policy_name(self, name: str | None) -> str:
         """The policy asked for, or the one that trained last. Raises UserError for an unknown name."""
         if name is None:
-            return self.last_stage(None).policy
+            return self.last_stage().policy
         if name not in self.config.policies:
             raise UserError(
                 f"{self.folder} has no policy {name!r}; it has {sorted(self.config.policies)}"
@@ -49,33 +50,52 @@ class SavedRun:
             )
         return name
 
-    def last_stage(self, policy: str | None) -> StageConfig:
-        """The last stage begun, of a policy or of any."""
-        index = len(self.config.stages) - 1
-        if self.checkpoint is not None:
-            index = min(index, load_checkpoint(self.checkpoint).state["position"]["stage"])
-        stages = [s for s in self.config.stages[: index + 1] if policy is None or s.policy == policy]
-        return stages[-1] if stages else self.config.stages[0]
+    @cached_property
+    def _saved(self) -> Checkpoint | None:
+        return load_checkpoint(self.checkpoint) if self.checkpoint is not None else None
+
+    def last_stage(self) -> StageConfig:
+        """The last stage that has trained; the first one if there is no checkpoint to tell."""
+        if self._saved is None:
+            return self.config.stages[0]
+        position = self._saved.state["position"]
+        # Between two stages the position is the next one's, of which nothing has happened yet.
+        return self.config.stages[max(0, position["stage"] - (position["iteration"] == 0))]
+
+    def has_weights(self, name: str) -> bool:
+        """Whether the checkpoint holds the policy's weights, its own or those of all its parts."""
+        held = self._saved.weights.keys() if self._saved is not None else set()
+        parts = part_names(self.config.policies[name])
+        return name in held or bool(parts and held >= set(parts))
 
     def build(self, name: str) -> Policy:
-        """The policy with its newest weights: from the checkpoint, else from the export of its last stage."""
-        weights = load_checkpoint(self.checkpoint).weights if self.checkpoint is not None else {}
-        parts = part_names(self.config.policies[name])
-        if name in weights or (parts and weights.keys() >= set(parts)):
-            policy = build_policy(self.config, name, DEVICE, built=self.build)
-            if name in weights:
-                policy.load_weight_state(weights[name])
+        """The policy with its newest weights: from the checkpoint, else from the export of its last stage.
+
+        Raises UserError if neither holds any.
+        """
+        if self._saved is not None and self.has_weights(name):
+            policy = build_policy(self.config, name, self.device, built=self.build)
+            if name in self._saved.weights:
+                policy.load_weight_state(self._saved.weights[name])
             return policy
         exported = self.folder / "export" / name
         if exported.is_dir():
-            folders = {part: exported / part for part in parts} or {name: exported}
-            plain = {
-                own: self.config.policies[own].model_copy(update={"model": str(folder), "lora": None})
-                for own, folder in folders.items()
-            }
+            folders = {part: exported / part for part in part_names(self.config.policies[name])} or {name: exported}
+            plain = {own: self._exported(own, folder) for own, folder in folders.items()}
             config = self.config.model_copy(update={"policies": {**self.config.policies, **plain}})
-            return build_policy(config, name, DEVICE)
+            return build_policy(config, name, self.device)
         raise UserError(f"{self.folder} holds no weights of policy {name!r} yet: no checkpoint and no export.")
+
+    def _exported(self, name: str, folder: Path) -> Any:
+        """The policy's block with its exported folder as the model."""
+        block = self.config.policies[name]
+        keys = {"model": str(folder), "lora": None}
+        if "model" not in type(block).model_fields:
+            raise UserError(
+                f"policy {name!r} is not in the checkpoint, and {type(block).__name__} has no key `model` by which its "
+                f"export {folder} could be opened. Name a checkpoint that holds it."
+            )
+        return block.model_copy(update={key: value for key, value in keys.items() if key in type(block).model_fields})
 
 
 def open_run(source: str | Path, overrides: Sequence[str] = ()) -> SavedRun:
@@ -89,14 +109,19 @@ def open_run(source: str | Path, overrides: Sequence[str] = ()) -> SavedRun:
     elif (path / CONFIG_FILE).is_file():
         folder, checkpoint = path, CheckpointStore(path / "checkpoints", keep=1).latest()
     else:
-        siblings = [str(other) for other in path.parent.glob("*")] if path.parent.is_dir() else []
         state = f"has no {CONFIG_FILE} and no {MANIFEST}" if path.exists() else "does not exist"
-        raise UserError(f"{path} {state}: expected a run's folder or a checkpoint" + did_you_mean(str(path), siblings))
-    return SavedRun(folder, validate(RunConfig, load_yaml(folder / CONFIG_FILE, overrides)), checkpoint)
+        raise UserError(f"{path} {state}: expected a run's folder or a checkpoint{_nearest_run(path)}")
+    config = validate(RunConfig, load_yaml(folder / CONFIG_FILE, overrides))
+    return SavedRun(folder, config, checkpoint, config.engine.resolve_device())
 
 
-def _is_run(source: str) -> bool:
-    return (Path(source) / CONFIG_FILE).is_file() or (Path(source) / MANIFEST).is_file()
+def _is_run(path: Path) -> bool:
+    return (path / CONFIG_FILE).is_file() or (path / MANIFEST).is_file()
+
+
+def _nearest_run(path: Path) -> str:
+    siblings = path.parent.glob("*") if path.parent.is_dir() else []
+    return did_you_mean(str(path), [str(other) for other in siblings if _is_run(other)])
 
 
 def sample_from(
@@ -112,12 +137,14 @@ def sample_from(
 
     `overrides` are `key=value` of the policy's `sampling` block.
     """
-    if _is_run(source):
+    if _is_run(Path(source)):
         run = open_run(source)
         name = run.policy_name(policy)
         model, target = run.build(name), Path(out or run.folder / "samples" / "by_hand")
     else:
-        model, target = _plain_model(source), Path(out or "samples")
+        if policy is not None:
+            raise UserError(f"--policy {policy}: {source} is no run, so it has no policies to choose from.")
+        model, target = _plain_model(Path(source)), Path(out or "samples")
     sampling = _override_sampling(model.sampling, overrides)
     chosen = [Prompt(text, index) for index, text in enumerate(prompts)]
     requests = [
@@ -126,27 +153,31 @@ def sample_from(
         for sample in range(number)
     ]
     with torch.no_grad():
-        samples = model.decode(model.rollout(requests, sampling))
-    path = save_samples(target, f"seed-{seed}", samples, [r.prompt for r in requests], {})
+        trajectory = model.rollout(requests, sampling)
+        samples = model.decode(trajectory)
+    path = save_samples(target, f"seed-{seed}", samples, trajectory.leaf_prompts(), {})
     Console().print(f"{len(samples)} samples: [bold]{path}[/]")
     return path
 
 
-def _plain_model(source: str) -> Policy:
-    folder = Path(source)
+def _plain_model(folder: Path) -> Policy:
     kinds = [kind for file, kind in _MODEL_FILES.items() if (folder / file).is_file()]
     if not kinds:
+        state = f"has none of {CONFIG_FILE}, {MANIFEST}, {', '.join(_MODEL_FILES)}"
         raise UserError(
-            f"{source} is neither a run, a checkpoint nor a model folder: it has none of {CONFIG_FILE}, {MANIFEST}, "
-            f"{', '.join(_MODEL_FILES)}."
+            f"{folder} {state if folder.exists() else 'does not exist'}: expected a run's folder, a checkpoint or a "
+            f"model's folder{_nearest_run(folder)}"
         )
-    config = TypedBlock(POLICIES, "policy").import_class(kinds[0])(type=kinds[0], model=source)
-    return config.build("sampled", DEVICE, 0)  # type: ignore[attr-defined]
+    config = TypedBlock(POLICIES, "policy").import_class(kinds[0])(type=kinds[0], model=str(folder))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return config.build("sampled", device, 0)  # type: ignore[attr-defined]
 
 
 def _override_sampling(sampling: Any, overrides: Sequence[str]) -> Any:
     if not overrides:
         return sampling
+    if sampling is None:
+        raise UserError(f"{', '.join(overrides)}: this policy has no sampling settings to change.")
     return validate(type(sampling), overlay(sampling.model_dump(by_alias=True), overrides, "sampling"))
 
 
@@ -156,26 +187,27 @@ def evaluate_from(source: str, overrides: Sequence[str] = ()) -> dict[str, float
     if Path(source).is_file():
         config = validate(RunConfig, load_yaml(source, overrides))
         stage = next((s for s in reversed(config.stages) if s.evaluation is not None), config.stages[-1])
-        policy = build_policy(config, stage.policy, DEVICE)
+        policy = build_policy(config, stage.policy, config.engine.resolve_device())
     else:
         run = open_run(source, overrides)
-        config, stage = run.config, run.last_stage(None)
+        config, stage = run.config, run.last_stage()
         policy = run.build(stage.policy)
     if stage.evaluation is None:
         raise UserError(
             f"{source}: stage {stage.name!r} has no `evaluation` block, so there is nothing to evaluate on."
         )
+    device = config.engine.resolve_device()
     evaluator = Evaluator(
         policy,
         stage.evaluation.prompts.build(config.seed).first(stage.evaluation.count),
-        RewardSet.build(stage.rewards, DEVICE),
-        RewardSet.build(stage.evaluation.rewards, DEVICE) if stage.evaluation.rewards else None,
+        RewardSet.build(stage.rewards, device),
+        RewardSet.build(stage.evaluation.rewards, device) if stage.evaluation.rewards else None,
         stage.evaluation,
         evaluation_sampling(config.policies[stage.policy], stage.evaluation),
         config.engine.build(),
         config.stages.index(stage),
     )
-    means = summary(evaluator.run(iteration=10**9))
+    means = summary(evaluator.run())
     table = Table(title=f"{source}: stage {stage.name}, {len(evaluator.prompts)} held-out prompts")
     table.add_column("reward")
     table.add_column("mean", justify="right")
@@ -193,7 +225,7 @@ def export_from(source: str, to: str | Path, policy: str | None = None) -> Path:
     name = run.policy_name(policy)
     exported = run.folder / "export" / name
     target.parent.mkdir(parents=True, exist_ok=True)
-    if exported.is_dir() and run.checkpoint is not None and name not in load_checkpoint(run.checkpoint).weights:
+    if exported.is_dir() and not run.has_weights(name):
         shutil.copytree(exported, target)
     else:
         export_policy(run.build(name), target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 from modalities.randomness import seeded_generator
 from modalities.samples import Prompt, Sample
 from rewards.combine import RewardResult, RewardSet
+
+FADED_IN = sys.maxsize
+"""An iteration after which every reward has its full weight."""
 
 
 class StageRewards:
@@ -49,12 +53,15 @@ class StageRewards:
         for source, rewards in enumerate(self.sets):
             rows = (sources == source).nonzero().flatten()
             picked = rows.tolist()
-            part = rewards.score([samples[i] for i in picked], [prompts[i] for i in picked], iteration)
+            # What an earlier stage faded in stays at its full weight.
+            part = rewards.score(
+                [samples[i] for i in picked], [prompts[i] for i in picked], FADED_IN if source else iteration
+            )
             result.total[rows], result.valid[rows] = part.total.detach(), part.valid
             for name in part.raw:
                 for into, values in ((result.raw, part.raw), (result.weighted, part.weighted)):
                     into.setdefault(name, torch.full((count,), torch.nan))[rows] = values[name]
-                result.weights[name] = part.weights[name]
+                result.weights.setdefault(name, part.weights[name])
                 result.failures.setdefault(name, Counter()).update(part.failures[name])
         if shuffle is not None:
             order = torch.randperm(count, generator=shuffle)

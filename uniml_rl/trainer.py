@@ -91,9 +91,9 @@ class Trainer:
         requests = self._requests(iteration)
         with metrics.timed("time/rollout"), self.engine.autocast():
             trajectory = self.policy.rollout(requests)
-        with metrics.timed("time/decode"):
+        with metrics.timed("time/decode"), torch.no_grad():
             samples = self.policy.decode(trajectory)
-        with metrics.timed("time/reward"):
+        with metrics.timed("time/reward"), torch.no_grad():
             result = self.rewards.score(samples, trajectory.leaf_prompts(), iteration)
         minibatches = self._minibatches(trajectory, iteration, epoch=0)
         cuts = [cut for roots in minibatches for cut in self._plan(trajectory, roots)]
@@ -104,7 +104,7 @@ class Trainer:
             for epoch in range(self.stage.algorithm.epochs):
                 for roots in self._minibatches(trajectory, iteration, epoch):
                     self._update(experience, roots, iteration, metrics)
-        self.objective.finish_iteration(experience, metrics)
+        self.objective.finish_iteration(experience, self.engine, metrics)
         self._measure(metrics, result, samples, trajectory, iteration, time.perf_counter() - started)
         reduced = metrics.reduce(self.engine)
         return IterationReport(reduced, reduced.get("reward/mean", float("nan")))
@@ -137,13 +137,17 @@ class Trainer:
 
     def _update(self, experience: Experience, roots: Tensor, iteration: int, metrics: Metrics) -> None:
         minibatch = self.objective.minibatch(experience, roots, self.engine)
+        metrics.steps("update/empty_steps", minibatch.trained_decisions == 0)
+        if minibatch.trained_decisions == 0:
+            return  # a step without a gradient would still move weights by their momentum and decay
         for cut in self._plan(experience.trajectory, roots):
             with self.engine.autocast():
                 loss = self.objective.loss(self.policy, minibatch, cut, iteration, metrics)
             if loss.requires_grad:
                 self.engine.backward(loss)
-        self._record(self.engine.step(iteration), metrics)
-        self.optimizer_steps += 1
+        report = self.engine.step(iteration)
+        self._record(report, metrics)
+        self.optimizer_steps += not report.skipped
         self.policy.set_version(self.optimizer_steps)
 
     def _record(self, report: StepReport, metrics: Metrics) -> None:

@@ -132,8 +132,8 @@ def test_a_mask_decides_what_counts_and_a_mean_over_nothing_is_absent() -> None:
     metrics.standard_deviation("reward/std", [])
     metrics.maximum("policy/ratio_max_deviation", [])
     metrics.share("text/finished_share", [True, False, False, True])
-    metrics.sum("group/dropped", [])
-    assert metrics.reduce() == {"reward/mean": 3.0, "text/finished_share": 0.5, "group/dropped": 0.0}
+    metrics.sum("rollout/near_ties", [])
+    assert metrics.reduce() == {"reward/mean": 3.0, "text/finished_share": 0.5, "rollout/near_ties": 0.0}
 
 
 def test_values_that_are_not_finite_are_counted_not_hidden() -> None:

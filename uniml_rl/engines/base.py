@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field
+import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from modalities.settings import Settings
@@ -25,6 +26,14 @@ class ScheduleSettings(Settings):
     """Iterations of the decay, after the warm-up; needed by linear and cosine."""
     final_share: float = Field(default=0.0, ge=0, le=1)
     """Share of the learning rate that is left at the end of the decay."""
+
+    @model_validator(mode="after")
+    def _decay_is_read(self) -> ScheduleSettings:
+        if self.type != "constant" and self.decay_iterations is None:
+            raise ValueError(f"type {self.type!r} without decay_iterations would never decay; say how long it takes")
+        if self.type == "constant" and (self.decay_iterations is not None or self.final_share):
+            raise ValueError("type 'constant' reads no decay_iterations and no final_share; take linear or cosine")
+        return self
 
 
 class OptimizerSettings(Settings):
@@ -44,6 +53,13 @@ class OptimizerSettings(Settings):
     """Largest L2 norm of the gradient over all modules of this optimizer; None does not clip."""
     schedule: ScheduleSettings = ScheduleSettings()
     """Warm-up and decay of the learning rate, in iterations."""
+
+    @model_validator(mode="after")
+    def _moments_are_read(self) -> OptimizerSettings:
+        for key in ("betas", "epsilon"):
+            if self.type == "sgd" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key}: plain SGD keeps no moments and does not read it; remove it or take adamw")
+        return self
 
 
 @dataclass(frozen=True)
@@ -94,6 +110,17 @@ class Engine(ABC):
     @abstractmethod
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """The sum over all ranks, the same on each."""
+
+    def gather_rows(self, values: Tensor) -> Tensor:
+        """The ranks' values [n_rank, ...] along the first dimension, in rank order, the same on each rank."""
+        counts = torch.zeros(self.world_size, dtype=torch.long)
+        counts[self.rank] = len(values)
+        counts = self.sum_over_ranks(counts)
+        first, total = int(counts[: self.rank].sum()), int(counts.sum())
+        # A sum in which each rank fills only its own rows is a gather; bool has no sum.
+        own = torch.zeros(total, *values.shape[1:], dtype=torch.long if values.dtype == torch.bool else values.dtype)
+        own[first : first + len(values)] = values
+        return self.sum_over_ranks(own).to(values.dtype)
 
     @abstractmethod
     def union_of_names(self, names: list[str]) -> list[str]:

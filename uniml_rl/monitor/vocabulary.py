@@ -53,9 +53,6 @@ METRICS: dict[str, Metric] = {
     "group/without_signal_share": Metric(
         "share", "mean", "Groups whose advantages are all 0: equal rewards, or fewer than two valid samples."
     ),
-    "group/dropped": Metric(
-        "groups", "sum", "Groups left out of the update, because they were incomplete or filtered."
-    ),
     "kl/reference": Metric(
         "nats per decision, or squared velocity",
         "mean",
@@ -101,6 +98,9 @@ METRICS: dict[str, Metric] = {
     ),
     "gradient/skipped_steps": Metric(
         "steps", "sum per rank", "Optimizer steps of the iteration that were skipped for a non-finite gradient."
+    ),
+    "update/empty_steps": Metric(
+        "steps", "sum per rank", "Optimizer steps left out because not one of their decisions could be trained."
     ),
     "update/weight_ratio/{optimizer}": Metric(
         "1", "mean", "‖Δw‖ / ‖w‖ of an optimizer step over one optimizer's parameters."

@@ -1,0 +1,120 @@
+"""Runs of the toy policy for tests: configurations of milliseconds, and ranks that are threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import yaml
+from torch import Tensor
+
+from uniml_rl.build import RunConfig
+from uniml_rl.config import load_yaml, validate
+from uniml_rl.engines.base import StepReport
+from uniml_rl.engines.torch_engine import TorchEngine
+
+Result = TypeVar("Result")
+TOY = {"type": "toy_policy:ToyConfig"}
+COUNT_A = {"a": {"type": "regex", "pattern": "a", "timeout_seconds": None}}
+COUNT_B = {"b": {"type": "regex", "pattern": "b", "timeout_seconds": None}}
+
+
+def prompts(folder: Path, texts: str = "one two three four five") -> dict[str, Any]:
+    """A block of prompts in a file of their own."""
+    path = folder / "prompts.txt"
+    path.write_text("\n".join(texts.split()))
+    return {"type": "file", "path": str(path)}
+
+
+def stage(folder: Path, name: str = "only", **keys: Any) -> dict[str, Any]:
+    """A stage of the policy `letters`."""
+    return {
+        "name": name,
+        "policy": "letters",
+        "prompts": prompts(folder),
+        "prompts_per_iteration": 2,
+        "group_size": 3,
+        "rewards": COUNT_A,
+        "algorithm": {"name": "grpo"},
+        "optimizer": {"learning_rate": 0.1},
+        "until": {"iterations": 2},
+    } | keys
+
+
+def held_out(folder: Path, **keys: Any) -> dict[str, Any]:
+    """An `evaluation` block."""
+    return {"prompts": prompts(folder), "count": 3, "samples_per_prompt": 2} | keys
+
+
+def write_run(folder: Path, *stages: dict[str, Any], policies: tuple[str, ...] = ("letters",), **keys: Any) -> Path:
+    """The YAML file of a run."""
+    path = folder / "run.yaml"
+    block = {"name": "toy", "policies": {name: TOY for name in policies}, "stages": list(stages)} | keys
+    path.write_text(yaml.safe_dump(block))
+    return path
+
+
+def load_run(path: Path) -> RunConfig:
+    """The validated file."""
+    return validate(RunConfig, load_yaml(path))
+
+
+class Meeting:
+    """Where the threads of a world meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.values = size, dict[int, Any]()
+        self.barrier = threading.Barrier(size, timeout=20)
+
+    def everyone(self, rank: int, value: Any) -> list[Any]:
+        """What each rank brought, in rank order."""
+        self.values[rank] = value
+        self.barrier.wait()
+        brought = [self.values[other] for other in range(self.size)]
+        self.barrier.wait()
+        return brought
+
+
+class RankEngine(TorchEngine):
+    """One rank of several: sums meet the other threads', and gradients are summed as every engine does."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__("cpu")
+        self.rank, self.world_size, self.meeting = rank, meeting.size, meeting
+
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        return torch.stack(self.meeting.everyone(self.rank, value.clone())).sum(0).to(value.dtype)
+
+    def union_of_names(self, names: list[str]) -> list[str]:
+        return sorted(set().union(*self.meeting.everyone(self.rank, names)))
+
+    def step(self, iteration: int) -> StepReport:
+        for name in self._optimizers:
+            for parameter in self._parameters(name):
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = self.sum_over_ranks(gradient)
+        return super().step(iteration)
+
+
+def on_ranks(count: int, work: Callable[[RankEngine], Result]) -> list[Result]:
+    """The result of `work` on each of `count` ranks; an exception of any rank is raised."""
+    meeting, results, errors = Meeting(count), dict[int, Result](), list[BaseException]()
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(RankEngine(rank, meeting))
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(count)]
