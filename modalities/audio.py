@@ -264,20 +264,26 @@ class AudioPolicy(Policy):
         start = torch.full_like(columns_bKC[:, :, :1], self.musicgen.decoder.config.pad_token_id)
         exists_bt = cut.take(segment.length_mask)
         rows, steps = exists_bt.nonzero(as_tuple=True)
+        rows, steps = rows.to(self.device), steps.to(self.device)
         decision = steps + (cut.steps.start or 0)
-        codebooks = decision % self.num_codebooks
-        indices = (rows, decision // self.num_codebooks, codebooks, cut.take(segment.tokens)[exists_bt])
         flat = self.model(
             torch.cat([start, columns_bKC[:, :, :-1]], dim=2).to(self.device),
             *self._condition(segment, cut.rows),
-            decisions=Decisions(*(index.to(self.device) for index in indices), segment.temperature, needs),
+            decisions=Decisions(
+                rows=rows,
+                columns=decision // self.num_codebooks,
+                codebooks=decision % self.num_codebooks,
+                tokens=cut.take(segment.tokens)[exists_bt].to(self.device),
+                temperature=segment.temperature,
+                needs=needs,
+            ),
         )
 
         def spread(values: Tensor | None) -> Tensor | None:
             if values is None:
                 return None
             grid = values.new_zeros(*exists_bt.shape, *values.shape[1:])
-            return grid.index_put((rows.to(self.device), steps.to(self.device)), values)
+            return grid.index_put((rows, steps), values)
 
         return Replay(log_prob=spread(flat.log_prob), entropy=spread(flat.entropy), features=spread(flat.features))
 

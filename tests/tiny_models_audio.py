@@ -46,6 +46,8 @@ def tiny_musicgen(folder: Path, channels: int = 1, seed: int = 0) -> Path:
         ),
     )
     model = MusicgenForConditionalGeneration(config)
+    for layer in model.audio_encoder.quantizer.layers:
+        layer.codebook.embed.normal_()  # zeros, so that every code sounds the same, until it is loaded
     model.generation_config.update(decoder_start_token_id=32, pad_token_id=32, bos_token_id=32, max_length=12)
     model.save_pretrained(folder)
     t5_tokenizer().save_pretrained(folder)

@@ -1,0 +1,245 @@
+"""What every policy, algorithm and engine of the catalogue promises; see `docs/writing_a_policy.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from contracts.catalog import ALGORITHMS, COMBINATIONS, ENGINES, POLICIES, POLICY, run_config
+from contracts.harness import (
+    ROWS,
+    first_update,
+    log_probs,
+    make_trainer,
+    padded,
+    perturb,
+    requests,
+)
+from torch import Tensor, nn
+
+from modalities.base import DenoisingSegment, Need, Policy, TokenSegment, Trajectory
+from uniml_rl.algorithms.presets import resolve_algorithm
+from uniml_rl.build import RunConfig, build_policy
+from uniml_rl.export import export_policy
+from uniml_rl.saved import SavedRun
+
+
+@dataclass
+class Case:
+    """One policy of the catalogue, a rollout of it, and its weights at that time."""
+
+    config: RunConfig
+    policy: Policy
+    trajectory: Trajectory
+    weights: dict[str, Tensor]
+
+    def restore(self) -> None:
+        """Back to the weights of the rollout."""
+        self.policy.forget_all()
+        self.policy.load_weight_state(self.weights)
+
+
+@pytest.fixture(scope="session")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """Builds each policy once."""
+
+    @cache
+    def build(name: str) -> Case:
+        config = run_config(name, tmp_path_factory.mktemp(name))
+        policy = build_policy(config, POLICY, "cpu")
+        weights = {key: value.clone() for key, value in policy.weight_state().items()}
+        return Case(config, policy, policy.rollout(requests()), weights)
+
+    return build
+
+
+@pytest.fixture
+def case(policy: str, case_of: Callable[[str], Case]) -> Iterator[Case]:
+    found = case_of(policy)
+    yield found
+    found.restore()
+
+
+def has_kl_loss(algorithm: str) -> bool:
+    kl = resolve_algorithm(ALGORITHMS[algorithm]).kl
+    return kl is not None and kl.placement == "loss"
+
+
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+with_a_kl_loss = pytest.mark.parametrize(
+    ("policy", "algorithm", "engine"), [each for each in COMBINATIONS if has_kl_loss(each[1])]
+)
+every_combination = pytest.mark.parametrize(("policy", "algorithm", "engine"), COMBINATIONS)
+
+
+def test_nothing_of_the_catalogue_is_left_out() -> None:
+    policies, algorithms, engines = (set(names) for names in zip(*COMBINATIONS, strict=True))
+    assert (policies, algorithms, engines) == (set(POLICIES), set(ALGORITHMS), set(ENGINES))
+
+
+@every_combination
+def test_the_first_update_does_not_depend_on_how_it_is_cut(case: Case, algorithm: str, engine: str) -> None:
+    """For any micro-batch and any padding the ratio is 1, nothing is clipped, and the gradient is the same."""
+    block = ALGORITHMS[algorithm]
+    case.policy.keep("reference")
+    whole = first_update(case.policy, case.trajectory, block, ENGINES[engine]("fp32"), budget=100)
+    norm = whole.gradient.norm()
+    assert norm > 0
+    wide = replace(case.trajectory, segments=[padded(segment) for segment in case.trajectory.segments])
+    for trajectory, budget in ((case.trajectory, 1), (wide, 4)):
+        update = first_update(case.policy, trajectory, block, ENGINES[engine]("fp32"), budget)
+        assert update.metrics["policy/clip_share"] == 0
+        assert update.metrics["policy/ratio_max_deviation"] <= 1e-5, budget
+        assert (update.gradient - whole.gradient).norm() <= 1e-5 * norm, budget
+
+
+@every_combination
+def test_in_bfloat16_the_ratio_is_exactly_one(case: Case, algorithm: str, engine: str) -> None:
+    """For the split with which the old log-probs were scored, which is the one that training uses."""
+    case.policy.keep("reference")
+    update = first_update(case.policy, case.trajectory, ALGORITHMS[algorithm], ENGINES[engine]("bf16"), budget=4)
+    assert update.metrics["policy/ratio_max_deviation"] == 0
+    assert update.metrics["policy/clip_share"] == 0
+
+
+@every_policy
+def test_a_sample_does_not_depend_on_what_else_is_sampled(case: Case) -> None:
+    together = case.trajectory
+    alone = [case.policy.rollout([request]) for request in requests()]
+    ties = sum(getattr(segment, "near_ties", 0) for trajectory in (together, *alone) for segment in trajectory.segments)
+    different = 0
+    for index, segment in enumerate(together.segments):
+        roots = together.roots(index)
+        for row, trajectory in enumerate(alone):
+            own, mine = trajectory.segments[index], roots == row
+            if isinstance(segment, TokenSegment) and isinstance(own, TokenSegment):
+                found = [t[m] for t, m in zip(segment.tokens[mine], segment.length_mask[mine], strict=True)]
+                different += not torch.equal(torch.cat(found), own.tokens[own.length_mask])
+            if isinstance(segment, DenoisingSegment) and isinstance(own, DenoisingSegment):
+                expected = segment.final_latents[mine]
+                different += not torch.allclose(own.final_latents, expected, rtol=1e-4, atol=1e-4)
+    assert different <= ties
+
+
+@every_policy
+def test_samples_of_a_group_differ(case: Case) -> None:
+    """Each has its own random numbers, whatever it shares with the others."""
+    segment = case.trajectory.segments[-1]
+    rows = segment.tokens if isinstance(segment, TokenSegment) else segment.final_latents
+    for group in segment.group.unique():
+        own = rows[segment.group == group]
+        assert len(own.unique(dim=0)) > 1
+
+
+@every_policy
+@pytest.mark.parametrize("budget", [1, 4, 100])
+def test_the_plan_covers_every_trained_decision_once(case: Case, budget: int) -> None:
+    for roots in (torch.arange(ROWS), torch.tensor([4, 0, 3])):
+        cuts = case.policy.plan(case.trajectory, roots, budget)
+        assert all(0 < len(cut.rows) <= budget for cut in cuts)
+        for index, segment in enumerate(case.trajectory.segments):
+            count = torch.zeros(segment.num_rows, segment.num_steps)
+            for cut in cuts:
+                if cut.segment == index:
+                    count[cut.rows, cut.steps] += 1
+            mine = torch.isin(case.trajectory.roots(index), roots)
+            assert torch.equal(count * segment.trained_mask, (segment.trained_mask & mine[:, None]).float())
+
+
+@every_policy
+def test_trained_decisions_exist_and_what_was_recorded_is_aligned(case: Case) -> None:
+    for segment, (kind, unit) in zip(case.trajectory.segments, case.policy.decisions(), strict=True):
+        shape = (segment.num_rows, segment.num_steps)
+        for name in ("trained_mask", "length_mask", "context_mask"):
+            assert getattr(segment, name).shape == shape
+            assert getattr(segment, name).dtype == torch.bool
+        assert (segment.kind, segment.log_prob_unit) == (kind, unit)
+        assert segment.trained_mask.any()
+        assert not (segment.trained_mask & ~segment.length_mask).any()
+        assert segment.rollout_log_probs[segment.trained_mask].isfinite().all()
+        assert len(segment.keys) == len(segment.ended) == segment.num_rows
+
+
+@pytest.mark.parametrize("policy", [name for name, entry in POLICIES.items() if "denoising" in entry.kinds])
+def test_a_transition_is_scored_by_its_gaussian(case: Case) -> None:
+    """torch.distributions is the oracle, with the mean and std that replay gives for the same transition."""
+    needs: frozenset[Need] = frozenset({"mean", "std"})
+    for cut in case.policy.plan(case.trajectory, torch.arange(ROWS), 100):
+        segment = case.trajectory.segments[cut.segment]
+        if not isinstance(segment, DenoisingSegment):
+            continue
+        with torch.no_grad():
+            replay = case.policy.replay(case.trajectory, cut, needs)
+        states = {**segment.states, segment.num_steps: segment.final_latents}
+        following = states[cut.steps.stop][cut.rows].float()
+        mean = replay.of("mean")[:, 0]
+        std = replay.of("std").reshape(-1, *[1] * (mean.ndim - 1))
+        expected = torch.distributions.Normal(mean, std).log_prob(following).flatten(1).mean(1)
+        assert torch.allclose(cut.take(segment.rollout_log_probs)[:, 0], expected, atol=1e-5)
+
+
+@every_combination
+def test_what_should_train_changes_and_nothing_else(case: Case, algorithm: str, engine: str, tmp_path: Path) -> None:
+    modules = nn.ModuleList(case.policy.trainable_modules().values())
+    before = {name: parameter.detach().clone() for name, parameter in modules.named_parameters()}
+    make_trainer(case.policy, ALGORITHMS[algorithm] | {"epochs": 2}, ENGINES[engine]("fp32"), tmp_path).iterate(0)
+    for name, parameter in modules.named_parameters():
+        assert torch.equal(parameter, before[name]) == (not parameter.requires_grad), name
+
+
+@with_a_kl_loss
+def test_the_reference_is_where_training_began(case: Case, algorithm: str, engine: str, tmp_path: Path) -> None:
+    """Its KL is 0 before training and above it after; alone, with equal rewards, it has a gradient; and `using` it
+    gives the initial policy."""
+    block = ALGORITHMS[algorithm]
+    initial = log_probs(case.policy, case.trajectory)
+    case.policy.keep("reference")
+    begun = first_update(case.policy, case.trajectory, block, ENGINES[engine]("fp32"), 4)
+    assert begun.metrics["kl/reference"] <= 1e-9
+    make_trainer(case.policy, ALGORITHMS[algorithm] | {"epochs": 2}, ENGINES[engine]("fp32"), tmp_path).iterate(0)
+    trained = first_update(case.policy, case.trajectory, block, ENGINES[engine]("fp32"), 4, spread=0.0)
+    assert trained.metrics["kl/reference"] > 1e-9
+    assert trained.gradient.norm() > 0
+    assert not torch.allclose(log_probs(case.policy, case.trajectory), initial, atol=1e-5)
+    with case.policy.using("reference"):
+        assert torch.allclose(log_probs(case.policy, case.trajectory), initial, atol=1e-6)
+
+
+@every_policy
+def test_weights_are_restored_bit_for_bit(case: Case, tmp_path: Path) -> None:
+    initial = log_probs(case.policy, case.trajectory)
+    case.policy.keep("reference")
+    perturb(case.policy, 0.05)
+    case.policy.average("ema", 0.5)
+    perturb(case.policy, 0.05)
+    saved = {key: value.clone() for key, value in case.policy.weight_state().items()}
+    sets = ("current", "reference", "ema")
+
+    def scores() -> list[Tensor]:
+        result = []
+        for name in sets:
+            with case.policy.using(name):
+                result.append(log_probs(case.policy, case.trajectory))
+        return result
+
+    expected = scores()
+    case.restore()
+    assert torch.equal(log_probs(case.policy, case.trajectory), initial)
+    case.policy.load_weight_state(saved)
+    assert all(torch.equal(found, wanted) for found, wanted in zip(scores(), expected, strict=True))
+
+
+@pytest.mark.parametrize("policy", [name for name, entry in POLICIES.items() if entry.has_model])
+def test_what_is_exported_is_what_was_trained(case: Case, tmp_path: Path) -> None:
+    """The folder alone, opened as a run without a checkpoint opens it, scores and samples as the policy does."""
+    perturb(case.policy, 0.05)
+    export_policy(case.policy, tmp_path / "export" / POLICY)
+    reloaded = SavedRun(tmp_path, case.config, checkpoint=None).build(POLICY)
+    expected = log_probs(case.policy, case.trajectory)
+    assert torch.allclose(log_probs(reloaded, case.trajectory), expected, atol=1e-5)
+    ours, theirs = (policy.rollout(requests()[:2]) for policy in (case.policy, reloaded))
+    assert torch.allclose(ours.segments[-1].rollout_log_probs, theirs.segments[-1].rollout_log_probs, atol=1e-4)
