@@ -9,10 +9,11 @@ Commands, in order (each resumes where a killed run stopped):
 
 Flow conventions: x_sigma = (1 - sigma) x0 + sigma eps, the model predicts v = eps - x0, its timestep is 1000 sigma.
 
-The pipeline appends ``max_sequence_length`` zero vectors to the text tokens in place of the T5 encoder that this model
-lacks (256 by default). They are identical tokens, so in attention m of them equal one whose logit is raised by log m.
-Training draws m per step in that cheap form; the model therefore draws alike for any ``max_sequence_length``, and 0
-(the fastest, 80 tokens in all) is the one to use.
+This model has no use for Stable Diffusion 3's T5 encoder, but the pipeline class does not load without one. The folder
+holds a placeholder that turns every prompt into ``max_sequence_length`` zero vectors (256 by default), as the pipeline
+itself does where ``text_encoder_3`` is None. These are identical tokens, so in attention m of them equal one whose
+logit is raised by log m. Training draws m per step in that cheap form; the model therefore draws alike for any
+``max_sequence_length``, and 1 (the fastest, 33 tokens in all) is the one to use.
 """
 
 from __future__ import annotations
@@ -43,19 +44,22 @@ from common import (
 )
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from diffusers.models.attention_processor import Attention
+from tokenizers import Regex, Tokenizer, normalizers, processors
+from tokenizers.models import WordLevel
 from torch import nn
-from transformers import CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 LATENT_CHANNELS = 4
 LATENT_SIZE = 16
+PATCH_SIZE = 4
 KL_WEIGHT = 1e-3
 CAPTION_DROPOUT = 0.1
 EMA_DECAY = 0.998
 PHRASES = (("{caption}", 0.6), ("a {caption}", 0.15), ("{caption} emoji", 0.1), ("{caption} in {style} style", 0.15))
-ZERO_TOKEN_COUNTS = (0, 0, 0, 1, 16, 77, 256)
+ZERO_TOKEN_COUNTS = (1, 1, 1, 1, 16, 77, 256)
 
 
-# --- VAE ---------------------------------------------------------------------------------------------------------------
+# --- VAE ---
 
 
 def new_vae() -> AutoencoderKL:
@@ -128,7 +132,9 @@ def train_vae(arguments: argparse.Namespace) -> None:
             ]
         )
     psnr = (-10 * torch.log10(errors / 4)).mean().item()
-    vae.register_to_config(scaling_factor=round(1 / latents.std().item(), 5), shift_factor=round(latents.mean().item(), 5))
+    vae.register_to_config(
+        scaling_factor=round(1 / latents.std().item(), 5), shift_factor=round(latents.mean().item(), 5)
+    )
     vae.save_pretrained(arguments.work / "vae")
     figures = {"psnr": psnr, "latent_std": latents.std().item(), "channel_std": latents.std((0, 2, 3)).tolist()}
     (arguments.work / "vae" / "figures.json").write_text(json.dumps(figures))
@@ -141,7 +147,7 @@ def encode_images(vae: AutoencoderKL, images_NCHW: torch.Tensor) -> torch.Tensor
     return torch.cat([vae.encode(images_NCHW[i : i + 64]).latent_dist.mean for i in range(0, len(images_NCHW), 64)])
 
 
-# --- text --------------------------------------------------------------------------------------------------------------
+# --- text ---
 
 
 def load_text(work: Path) -> tuple[CLIPTokenizer, list[CLIPTextModelWithProjection]]:
@@ -157,7 +163,7 @@ def load_text(work: Path) -> tuple[CLIPTokenizer, list[CLIPTextModelWithProjecti
 def embed_prompts(
     tokenizer: CLIPTokenizer, encoders: list[CLIPTextModelWithProjection], prompts: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the pipeline does: penultimate hidden states side by side [N, 16, D], pooled embeddings side by side [N, P]."""
+    """As the pipeline does: penultimate hidden states [N, 16, D] and pooled embeddings [N, P] of both, side by side."""
     token_ids = tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt").input_ids
     hidden, pooled = [], []
     for encoder in encoders:
@@ -167,7 +173,7 @@ def embed_prompts(
     return torch.cat(hidden, dim=-1), torch.cat(pooled, dim=-1)
 
 
-# --- flow --------------------------------------------------------------------------------------------------------------
+# --- flow ---
 
 
 class WeightedPaddingProcessor:
@@ -197,16 +203,16 @@ def new_transformer(joint_attention_dim: int, pooled_projection_dim: int) -> SD3
     """Adaptive layer norms and the output projection start at zero (as in DiT), other block matrices by Xavier."""
     transformer = SD3Transformer2DModel(
         sample_size=LATENT_SIZE,
-        patch_size=2,
+        patch_size=PATCH_SIZE,
         in_channels=LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
-        num_layers=5,
-        attention_head_dim=48,
-        num_attention_heads=3,
+        num_layers=4,
+        attention_head_dim=40,
+        num_attention_heads=4,
         joint_attention_dim=joint_attention_dim,
-        caption_projection_dim=144,
+        caption_projection_dim=160,
         pooled_projection_dim=pooled_projection_dim,
-        pos_embed_max_size=LATENT_SIZE // 2,
+        pos_embed_max_size=LATENT_SIZE // PATCH_SIZE,
     )
     for name, module in transformer.named_modules():
         if isinstance(module, nn.Linear) and name.startswith("transformer_blocks"):
@@ -265,7 +271,7 @@ def zero_token_bias(generator: torch.Generator, image_tokens: int, text_tokens: 
     """Logit bias that makes the last token count as a random number of tokens."""
     count = ZERO_TOKEN_COUNTS[int(torch.randint(0, len(ZERO_TOKEN_COUNTS), (), generator=generator))]
     bias = torch.zeros(1, 1, 1, image_tokens + text_tokens)
-    bias[..., -1] = math.log(count) if count else -1e4
+    bias[..., -1] = math.log(count)
     return bias
 
 
@@ -278,7 +284,7 @@ def flow_loss(
     noise = torch.randn(latents.shape, generator=generator)
     sigma_B111 = sigma[:, None, None, None]
     noisy = (1 - sigma_B111) * latents + sigma_B111 * noise
-    processor.logit_bias = zero_token_bias(generator, (LATENT_SIZE // 2) ** 2, tokens.shape[1])
+    processor.logit_bias = zero_token_bias(generator, (LATENT_SIZE // PATCH_SIZE) ** 2, tokens.shape[1])
     velocity = transformer(noisy, tokens, pooled, 1000 * sigma, return_dict=False)[0]
     return F.mse_loss(velocity, noise - latents)
 
@@ -289,53 +295,61 @@ def train_flow(arguments: argparse.Namespace) -> None:
     data = FlowData(arguments.work, records)
     torch.manual_seed(arguments.seed)
     transformer = new_transformer(data.tokens.shape[-1], data.pooled.shape[-1])
-    processor = WeightedPaddingProcessor()
-    transformer.set_attn_processor(processor)
     print(f"transformer: {count_parameters(transformer) / 1e6:.2f}M parameters, {len(records)} images", flush=True)
     optimizers = new_optimizers(transformer, arguments.muon_lr, arguments.adam_lr)
     ema = {name: value.clone() for name, value in transformer.state_dict().items()}
     path = arguments.work / f"{arguments.run}.pt"
-    step, mean_loss, started = 0, 0.0, time.time()
+    step, mean_loss = 0, 0.0
     if (state := load_checkpoint(path)) is not None:
         transformer.load_state_dict(state["transformer"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         ema, step, mean_loss = state["ema"], state["step"], state["mean_loss"]
         print(f"resumed at step {step}", flush=True)
-    first = step
+    processor = WeightedPaddingProcessor()
+    transformer.set_attn_processor(processor)
+    first, started = step, time.time()
     while step < arguments.steps:
         generator = step_generator(arguments.seed, step)
         loss = flow_loss(transformer, data, processor, arguments.batch_size, generator)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
         factor = learning_rate_factor(step, arguments.steps, arguments.decay_steps)
         for optimizer in optimizers:
             set_learning_rate(optimizer, factor)
-            optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
-        for optimizer in optimizers:
             optimizer.step()
+            optimizer.zero_grad()
         step += 1
+        mean_loss += (loss.item() - mean_loss) * max(0.01, 1 / step)
         decay = min(EMA_DECAY, step / (step + 10))
         with torch.no_grad():
             for name, value in transformer.state_dict().items():
                 ema[name].lerp_(value, 1 - decay)
-        mean_loss += (loss.item() - mean_loss) * max(0.01, 1 / step)
         if step % 100 == 0 or step == arguments.steps:
             rate = (time.time() - started) / (step - first)
             print(f"step {step} loss {mean_loss:.4f} lr x {factor:.2f} {rate:.2f} s/step", flush=True)
-            save_checkpoint(
-                path,
-                {
-                    "transformer": transformer.state_dict(),
-                    "ema": ema,
-                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                    "step": step,
-                    "mean_loss": mean_loss,
-                },
-            )
+            state = {
+                "transformer": transformer.state_dict(),
+                "ema": ema,
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "step": step,
+                "mean_loss": mean_loss,
+            }
+            save_checkpoint(path, state)
 
 
-# --- export and sampling -----------------------------------------------------------------------------------------------
+# --- export and sampling ---
+
+
+def zero_text_encoder(dimension: int) -> tuple[T5EncoderModel, PreTrainedTokenizerFast]:
+    """A T5 whose final norm has weight 0, so that it returns zeros, and a tokenizer that drops all text."""
+    config = T5Config(vocab_size=2, d_model=dimension, d_kv=1, d_ff=1, num_layers=1, num_heads=1)
+    encoder = T5EncoderModel(config).eval()
+    nn.init.zeros_(encoder.encoder.final_layer_norm.weight)
+    tokenizer = Tokenizer(WordLevel({"<pad>": 0, "</s>": 1}, unk_token="<pad>"))
+    tokenizer.normalizer = normalizers.Replace(Regex(r"[\s\S]"), "")
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return encoder, PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
 
 
 def export(arguments: argparse.Namespace) -> None:
@@ -345,9 +359,11 @@ def export(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"no checkpoint {arguments.run}.pt in {arguments.work}; run `base.py flow` first")
     tokenizer, encoders = load_text(arguments.work)
     transformer = new_transformer(
-        sum(encoder.config.hidden_size for encoder in encoders), sum(encoder.config.projection_dim for encoder in encoders)
+        sum(encoder.config.hidden_size for encoder in encoders),
+        sum(encoder.config.projection_dim for encoder in encoders),
     )
     transformer.load_state_dict(state["ema"])
+    text_encoder_3, tokenizer_3 = zero_text_encoder(transformer.config.joint_attention_dim)
     pipeline = StableDiffusion3Pipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
@@ -356,8 +372,8 @@ def export(arguments: argparse.Namespace) -> None:
         tokenizer=tokenizer,
         text_encoder_2=encoders[1],
         tokenizer_2=tokenizer,
-        text_encoder_3=None,
-        tokenizer_3=None,
+        text_encoder_3=text_encoder_3,
+        tokenizer_3=tokenizer_3,
     )
     target = arguments.assets / "models" / "emoji-flow"
     pipeline.to(torch.float16).save_pretrained(target)
@@ -368,7 +384,7 @@ def export(arguments: argparse.Namespace) -> None:
 def sample(arguments: argparse.Namespace) -> None:
     """A contact sheet: one row per prompt, one column per seed."""
     setup(arguments.seed, arguments.threads)
-    pipeline = StableDiffusion3Pipeline.from_pretrained(arguments.assets / "models" / "emoji-flow", torch_dtype=torch.float32)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(arguments.assets / "models" / "emoji-flow", dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     prompts = arguments.prompts or (arguments.assets / "prompts" / "image_heldout.txt").read_text().splitlines()
     prompts = prompts[: arguments.count]
@@ -385,7 +401,9 @@ def sample(arguments: argparse.Namespace) -> None:
         output_type="pt",
     ).images
     print(f"{len(repeated)} images in {time.time() - started:.1f} s")
-    contact_sheet(tensor_to_uint8(images * 2 - 1), arguments.columns * arguments.prompts_per_row, 3).save(arguments.output)
+    contact_sheet(tensor_to_uint8(images * 2 - 1), arguments.columns * arguments.prompts_per_row, 3).save(
+        arguments.output
+    )
     for start in range(0, len(prompts), arguments.prompts_per_row):
         print(" | ".join(prompts[start : start + arguments.prompts_per_row]))
 
@@ -413,11 +431,13 @@ def main() -> None:
     flow = add("flow", train_flow, "train the flow transformer")
     flow.add_argument("--steps", type=int, default=6000)
     flow.add_argument("--decay-steps", type=int, default=1500, help="last steps, in which the learning rate falls to 0")
-    flow.add_argument("--batch-size", type=int, default=64)
+    flow.add_argument("--batch-size", type=int, default=96)
     flow.add_argument("--muon-lr", type=float, default=5e-3)
     flow.add_argument("--adam-lr", type=float, default=2e-3)
     vae.add_argument("--styles", nargs="+", choices=STYLES, default=STYLES)
-    flow.add_argument("--styles", nargs="+", choices=STYLES, default=("twemoji", "fluent"), help="drawing styles to learn")
+    flow.add_argument(
+        "--styles", nargs="+", choices=STYLES, default=("twemoji", "fluent"), help="drawing styles to learn"
+    )
     export_command = add("export", export, "write the pipeline folder")
     for command in (vae, flow, export_command):
         command.add_argument("--work", type=Path, required=True, help="folder of checkpoints, and of text.py's results")
@@ -431,7 +451,7 @@ def main() -> None:
     draw.add_argument("--prompts-per-row", type=int, default=4)
     draw.add_argument("--inference-steps", type=int, default=20)
     draw.add_argument("--guidance-scale", type=float, default=3.0)
-    draw.add_argument("--max-sequence-length", type=int, default=0, help="zero tokens in place of T5's")
+    draw.add_argument("--max-sequence-length", type=int, default=1, help="number of zero text tokens")
     arguments = parser.parse_args()
     arguments.function(arguments)
 

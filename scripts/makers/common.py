@@ -112,7 +112,7 @@ def orthogonalise(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al., 2024) for matrices: Nesterov momentum, orthogonalised; the update's RMS is ``0.2 lr``.
 
-    ``torch.optim.Muon`` does the same with the iteration in bfloat16, which processors without it run many times slower.
+    ``torch.optim.Muon`` iterates in bfloat16, which processors without it run many times slower.
     """
 
     def __init__(self, params: Any, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
@@ -144,7 +144,9 @@ def contact_sheet(images_NHWC: np.ndarray, columns: int, scale: int = 2) -> Imag
     rows = math.ceil(count / columns)
     sheet = Image.new("RGB", (columns * (width + 2), rows * (height + 2)), "grey")
     for index, image in enumerate(images_NHWC):
-        sheet.paste(Image.fromarray(image), ((index % columns) * (width + 2) + 1, (index // columns) * (height + 2) + 1))
+        sheet.paste(
+            Image.fromarray(image), ((index % columns) * (width + 2) + 1, (index // columns) * (height + 2) + 1)
+        )
     return sheet.resize((sheet.width * scale, sheet.height * scale), Image.Resampling.NEAREST)
 
 

@@ -7,11 +7,12 @@ The drawings come from npm packages of emoji sets with permissive licences, the 
     000123.json    {caption, concept, style, group, tags, licence, author, source}
 
 Kept are concepts that all three styles draw and that 32x32 pixels can show: smileys, hearts, animals and plants, food,
-travel and weather, activities, objects, coloured shapes. Left out are people, skin tones, flags, letters, keycaps, clock
-times and paper goods. The same packages give the same bytes.
+travel and weather, activities, objects, coloured shapes. Left out are people, skin tones, flags, letters, keycaps,
+clock times and paper goods. The same packages give the same bytes.
 
-Also written: ``prompts/image_train.txt`` and ``prompts/image_heldout.txt`` (disjoint concepts, for RL), and, outside the
-bundled assets, ``texts.txt`` (names and tags for the text distillation) and shards of two more styles for the judge.
+Also written: ``prompts/image_train.txt`` and ``prompts/image_heldout.txt`` (disjoint concepts, for RL), and, outside
+the bundled assets, ``texts.txt`` (names and tags for the text distillation) and shards of two more styles for the
+judge.
 """
 
 from __future__ import annotations
@@ -56,13 +57,29 @@ class Package:
         return f"npm:{self.name}@{self.version}"
 
 
-NAMES = Package("emojibase-data", "17.0.0", "d01d0e2ca4e22cb402679532155342c71e2e871f25c32223c013b8b166ebdf5a", "Miles Johnson", "MIT")
+NAMES = Package(
+    "emojibase-data",
+    "17.0.0",
+    "d01d0e2ca4e22cb402679532155342c71e2e871f25c32223c013b8b166ebdf5a",
+    "Miles Johnson",
+    "MIT",
+)
 BUNDLED = {
     "noto": Package(
-        "@iconify-json/noto", "1.2.9", "3e918d88fc945c0bb3d468dbace6f88caef67f01c9f0e7bcae0915a042e8f1ad", "Google Inc", "Apache-2.0", "https://github.com/googlefonts/noto-emoji"
+        "@iconify-json/noto",
+        "1.2.9",
+        "3e918d88fc945c0bb3d468dbace6f88caef67f01c9f0e7bcae0915a042e8f1ad",
+        "Google Inc",
+        "Apache-2.0",
+        "https://github.com/googlefonts/noto-emoji",
     ),
     "twemoji": Package(
-        "@iconify-json/twemoji", "1.2.5", "19046dff7d8707ce96212ec86468b36ac5f8e60409629dd13f809265c6d0ebb7", "Twitter", "CC-BY-4.0", "https://github.com/jdecked/twemoji"
+        "@iconify-json/twemoji",
+        "1.2.5",
+        "19046dff7d8707ce96212ec86468b36ac5f8e60409629dd13f809265c6d0ebb7",
+        "Twitter",
+        "CC-BY-4.0",
+        "https://github.com/jdecked/twemoji",
     ),
     "fluent": Package(
         "@iconify-json/fluent-emoji-flat",
@@ -75,16 +92,26 @@ BUNDLED = {
 }
 EXTRA = {
     "emojione": Package(
-        "@iconify-json/emojione", "1.2.3", "26a14f44284407e8bcde91799388dca2bfd91dbcd55a97f425524a1c5b73610e", "Emoji One", "CC-BY-4.0", "https://github.com/EmojiTwo/emojitwo"
+        "@iconify-json/emojione",
+        "1.2.3",
+        "26a14f44284407e8bcde91799388dca2bfd91dbcd55a97f425524a1c5b73610e",
+        "Emoji One",
+        "CC-BY-4.0",
+        "https://github.com/EmojiTwo/emojitwo",
     ),
     "fxemoji": Package(
-        "@iconify-json/fxemoji", "1.2.2", "f3e72b3c59d05e1db03b7e308d55c0d05bd7ba3f625a90da1b79313c12858eef", "Mozilla", "Apache-2.0", "https://github.com/mozilla/fxemoji"
+        "@iconify-json/fxemoji",
+        "1.2.2",
+        "f3e72b3c59d05e1db03b7e308d55c0d05bd7ba3f625a90da1b79313c12858eef",
+        "Mozilla",
+        "Apache-2.0",
+        "https://github.com/mozilla/fxemoji",
     ),
 }
 
 EXCLUDED_SUBGROUPS = {
-    "office", "mail", "hotel", "place-religious", "place-map", "money", "other-object", "book-paper", "phone", "computer",
-    "writing", "sound",
+    "office", "mail", "hotel", "place-religious", "place-map", "money", "other-object", "book-paper", "phone",
+    "computer", "writing", "sound",
 }  # fmt: skip
 EXCLUDED_LABELS = re.compile(
     r"o’clock|-thirty|speech|bubble|balloon$|zzz|hole|medium|oncoming|woman|man’s|worker|guide dog|service dog|mate$"
@@ -95,7 +122,8 @@ EXCLUDED_LABELS = re.compile(
     r"|pouring|tumbler|beverage box|amphora|oden|stuffed flatbread|tamale|fondue|poultry|cut of meat|sheaf"
     r"|elevator|plunger|mouse trap|razor|safety pin|roll of paper|lotion|funeral|prayer|hamsa|piñata"
     r"|videocassette|film frames|projector|diya|clapper|identification|placard|petri|clamp|broken chain|white cane"
-    r"|cricket game|field hockey|lacrosse|flying disc|curling|goal net|rosette|microbe|oyster|small|barber|mahjong|flower playing"
+    r"|cricket game|field hockey|lacrosse|flying disc|curling|goal net|rosette|microbe|oyster|small|barber"
+    r"|mahjong|flower playing"
     r"|radio button|square button|diamond with|folding hand|hair pick|thong|sari|safety vest|lab coat",
     re.IGNORECASE,
 )
@@ -247,7 +275,7 @@ def load_emoji(folder: Path) -> tuple[list[dict], list[str]]:
 
 
 def split_prompts(emoji: list[dict], seed: int) -> tuple[list[str], list[str]]:
-    """Captions for training and for held-out evaluation; every fifth-to-eighth concept of each large subgroup is held out."""
+    """Captions for training and for held-out evaluation, the latter drawn evenly over the subgroups."""
     by_subgroup: dict[str, list[str]] = {}
     for row in emoji:
         by_subgroup.setdefault(row["subgroup"], []).append(row["caption"])
@@ -264,9 +292,7 @@ def split_prompts(emoji: list[dict], seed: int) -> tuple[list[str], list[str]]:
     return train, [row["caption"] for row in emoji if row["caption"] in heldout]
 
 
-def build_style(
-    style: str, package: Package, icons: IconSet, emoji: list[dict], folder: Path
-) -> tuple[Path, int, int]:
+def build_style(style: str, package: Package, icons: IconSet, emoji: list[dict], folder: Path) -> tuple[Path, int, int]:
     """Write one style's shard; return its path, the number of its records and its size in bytes."""
     files: list[tuple[str, bytes]] = []
     count = 0

