@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -160,17 +160,9 @@ def _cache(layers: list[Any]) -> DynamicCache:
 def checkpoint_layers(model: nn.Module) -> None:
     """Makes every decoder layer compute its activations again in the backward pass instead of keeping them.
 
-    transformers' own switch acts in training mode only, where dropout would be on too.
+    transformers' own switch acts in training mode only, where dropout would be on too. Raises UserError if the model
+    has no layers that support it.
     """
-
-    def checkpointed(forward: Callable) -> Callable:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-        return run
-
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(
@@ -179,4 +171,16 @@ def checkpoint_layers(model: nn.Module) -> None:
     inner = {id(child) for layer in layers for child in layer.modules() if child is not layer}
     for layer in layers:
         if id(layer) not in inner:
-            layer.forward = checkpointed(layer.forward)  # type: ignore[method-assign]
+            layer.__class__ = _checkpointed(type(layer))  # type: ignore[arg-type]
+
+
+@cache
+def _checkpointed(layer_class: type[nn.Module]) -> type[nn.Module]:
+    # A class and not a function put on the layer: a copy of the layer must not call the original.
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        compute = partial(layer_class.forward, self)
+        if not torch.is_grad_enabled():
+            return compute(*args, **kwargs)
+        return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return type(layer_class.__name__, (layer_class,), {"forward": forward, "__module__": layer_class.__module__})

@@ -156,7 +156,7 @@ class TextPolicy(Policy):
             attach_lora(causal_lm, config.lora, DEFAULT_LORA_TARGETS, seed)
         else:
             causal_lm.requires_grad_(True)
-        causal_lm.to(device=device)
+        nn.Module.to(causal_lm, device)
         if config.gradient_checkpointing:
             checkpoint_layers(causal_lm)
         self.model = CausalTokenModel(causal_lm, config.logits_chunk).eval()

@@ -238,7 +238,7 @@ def replay_tokens(
             prompt_tokens=segment.prompt_tokens[prompts, -width:].to(device),
             prompt_mask=prompt_mask[:, -width:].long().to(device),
             prompt_of_row=prompt_of_row.to(device),
-            tokens=segment.tokens[cut.rows, : int(positions.max()) + 1].to(device),
+            tokens=segment.tokens[cut.rows, : max(positions.tolist(), default=0) + 1].to(device),
             decisions=Decisions(rows.to(device), positions.to(device), chosen.to(device), segment.temperature, needs),
         )
     )

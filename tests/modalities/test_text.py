@@ -33,6 +33,7 @@ from modalities.tokens import TokenSampling, left_pad
 FAMILIES: dict[str, Callable[[Path], Path]] = {"gpt2": tiny_gpt2, "qwen": tiny_qwen}
 ALL: frozenset[Need] = frozenset({"log_prob", "entropy", "features"})
 LOG_PROB: frozenset[Need] = frozenset({"log_prob"})
+TOKENS = torch.tensor([[3, 8, 4]])
 PROMPTS = ("a b", "k c d a f", "m", "d d e")
 
 
@@ -203,6 +204,9 @@ def test_checkpointing_computes_the_layers_again_in_eval_mode_but_never_while_sa
     forward = len(calls)
     replay.of("log_prob").sum().backward()
     assert len(calls) == 2 * forward
+    twin = copy.deepcopy(policy.model)
+    train(policy)
+    assert not torch.allclose(twin(TOKENS), policy.model(TOKENS), atol=1e-2)
 
 
 def test_a_samples_tokens_do_not_depend_on_its_company(folder: Path) -> None:
@@ -428,8 +432,7 @@ def test_the_export_is_the_trained_model_for_plain_transformers(
     if lora is not None:
         base = AutoModelForCausalLM.from_pretrained(folder)
         adapted = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
-        tokens = torch.tensor([[3, 8, 4]])
-        torch.testing.assert_close(adapted(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(adapted(TOKENS).logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_bfloat16_base_is_exported_in_bfloat16_with_a_warning(llama: Path, tmp_path: Path) -> None:
