@@ -73,6 +73,10 @@ def load_pipeline(folder: Path, dtype: torch.dtype, trust_remote_code: bool, **c
         pipeline = getattr(diffusers, index["_class_name"]).from_pretrained(
             folder, torch_dtype=dtype, local_files_only=True, **components
         )
+    for component, module in pipeline.components.items():
+        parameters = module.named_parameters() if isinstance(module, nn.Module) else ()
+        if missing := [name for name, parameter in parameters if parameter.is_meta]:
+            raise UserError(f"model: {str(folder)!r} is incomplete, {component} lacks the weights {missing[:5]}.")
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -99,7 +103,7 @@ def frozen_parameters(folder: Path, denoiser: str) -> int:
 
 
 def _elements(path: Path) -> int:
-    with safe_open(path, framework="pt") as tensors:
+    with loading(str(path)), safe_open(path, framework="pt") as tensors:
         return sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
 
 

@@ -1,10 +1,12 @@
 """Stable Diffusion 3 folders: equal to diffusers' pipeline without noise, exported so that it loads them."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from denoising_helpers import exported_latents, image_policy, perturb, pipeline_latents, requests, segment_of
+from safetensors.torch import load_file, save_file
 from tiny_models_diffusion import tiny_stable_diffusion_3
 
 from modalities.errors import UserError
@@ -93,3 +95,18 @@ def test_a_size_beyond_the_position_table_is_explained(stable_diffusion_3_folder
         with pytest.raises(UserError, match=r"sampling.height: 68 is more than this model's 64"):
             action()
     assert segment_of(image_policy(stable_diffusion_3_folder, {"height": 64}).rollout(requests(1))).num_rows == 1
+
+
+def test_damaged_folders_are_explained(stable_diffusion_3_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(stable_diffusion_3_folder, tmp_path / "model")
+    config = ImagePolicyConfig(model=str(tmp_path / "model"))
+    transformer = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(transformer)
+    del weights["proj_out.weight"]
+    save_file(weights, transformer, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"transformer lacks the weights \['proj_out.weight'\]"):
+        config.build("painter", "cpu", 0)
+    (tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"\0" * 100)
+    for action in (config.inspect, lambda: config.build("painter", "cpu", 0)):
+        with pytest.raises(UserError, match="could not be loaded"):
+            action()
