@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import pytest
 import torch
 import yaml
 from torch import Tensor
 
+from modalities.samples import Prompt, Sample, Text
+from rewards.base import Reward, RewardConfig
 from uniml_rl.build import RunConfig
 from uniml_rl.config import load_yaml, validate
 from uniml_rl.engines.base import StepReport
 from uniml_rl.engines.torch_engine import TorchEngine
+from uniml_rl.run import train_from_yaml
+from uniml_rl.trainer import IterationReport, Trainer
 
 Result = TypeVar("Result")
 TOY = {"type": "toy_policy:ToyConfig"}
@@ -49,11 +55,11 @@ def held_out(folder: Path, **keys: Any) -> dict[str, Any]:
     return {"prompts": prompts(folder), "count": 3, "samples_per_prompt": 2} | keys
 
 
-def write_run(folder: Path, *stages: dict[str, Any], policies: tuple[str, ...] = ("letters",), **keys: Any) -> Path:
-    """The YAML file of a run."""
+def write_run(folder: Path, *stages: dict[str, Any], **keys: Any) -> Path:
+    """The YAML file of a run; its policies are toys, unless `policies` says otherwise."""
     path = folder / "run.yaml"
-    block = {"name": "toy", "policies": {name: TOY for name in policies}, "stages": list(stages)} | keys
-    path.write_text(yaml.safe_dump(block))
+    policies = {block["policy"]: TOY for block in stages}
+    path.write_text(yaml.safe_dump({"name": "toy", "policies": policies, "stages": list(stages)} | keys))
     return path
 
 
@@ -118,3 +124,71 @@ def on_ranks(count: int, work: Callable[[RankEngine], Result]) -> list[Result]:
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(count)]
+
+
+class SurpriseConfig(RewardConfig):
+    """A reward with a memory."""
+
+    type: Literal["toy_runs:SurpriseConfig"] = "toy_runs:SurpriseConfig"
+    """Import path of this class."""
+    timeout_seconds: float | None = None
+    """No thread is needed."""
+
+    def build(self, device: str) -> Reward:
+        return Surprise()
+
+
+class Surprise(Reward):
+    """The number of a's minus the mean number so far."""
+
+    kinds = frozenset({"text"})
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> Tensor:
+        scores = torch.tensor([float(sample.text.count("a")) for sample in samples if isinstance(sample, Text)])
+        self.total, self.count = self.total + float(scores.sum()), self.count + len(scores)
+        return scores - self.total / self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total, self.count = state["total"], state["count"]
+
+
+class InterruptedTestError(Exception):
+    """In place of a kill."""
+
+
+def interrupt(config: Path, folder: Path, *moments: tuple[int, int]) -> None:
+    """Starts the run again and again, and ends it before each (stage, iteration) of `moments`."""
+    left, iterate = list(moments), Trainer.iterate
+
+    def interrupting(trainer: Trainer, iteration: int) -> IterationReport:
+        if left and left[0] == (trainer.stage_index, iteration):
+            raise InterruptedTestError(left.pop(0))
+        return iterate(trainer, iteration)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "iterate", interrupting)
+        for _ in moments:
+            with pytest.raises(InterruptedTestError):
+                train_from_yaml(config, [], folder)
+
+
+def weights_of(folder: Path, policy: str = "letters") -> Tensor:
+    """[1, 8] of a policy that was exported."""
+    table: Tensor = torch.load(folder / "export" / policy / "table.pt", weights_only=True)["weight"]
+    return table
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl without what the clock decides."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    volatile = ("time/", "throughput/", "memory/")
+    for row in rows:
+        row.pop("time")
+        row["metrics"] = {k: v for k, v in row["metrics"].items() if not k.startswith(volatile)}
+    return rows

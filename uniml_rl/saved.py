@@ -137,6 +137,9 @@ def sample_from(
 
     `overrides` are `key=value` of the policy's `sampling` block.
     """
+    for position, text in enumerate(prompts):
+        if not isinstance(text, str) or not text.strip():
+            raise UserError(f"prompt {position} must be a text that is not blank, but is {text!r}.")
     if _is_run(Path(source)):
         run = open_run(source)
         name = run.policy_name(policy)
