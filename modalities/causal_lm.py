@@ -171,7 +171,7 @@ def checkpoint_layers(model: nn.Module) -> None:
     inner = {id(child) for layer in layers for child in layer.modules() if child is not layer}
     for layer in layers:
         if id(layer) not in inner:
-            layer.__class__ = _checkpointed(type(layer))  # type: ignore[arg-type]
+            layer.__class__ = _checkpointed(type(layer))  # type: ignore[assignment, arg-type]
 
 
 @cache
