@@ -34,6 +34,7 @@ from common import (
     count_parameters,
     images_to_tensor,
     load_checkpoint,
+    load_in_float32,
     read_styles,
     save_checkpoint,
     set_learning_rate,
@@ -377,6 +378,8 @@ def export(arguments: argparse.Namespace) -> None:
     )
     target = arguments.assets / "models" / "emoji-flow"
     pipeline.to(torch.float16).save_pretrained(target)
+    for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+        load_in_float32(target / name)
     print(f"exported step {state['step']} (loss {state['mean_loss']:.4f}) to {target}")
 
 

@@ -153,3 +153,13 @@ def contact_sheet(images_NHWC: np.ndarray, columns: int, scale: int = 2) -> Imag
 def tensor_to_uint8(images: torch.Tensor) -> np.ndarray:
     """[N, 3, H, W] in [-1, 1] -> uint8 [N, H, W, 3]."""
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+
+def load_in_float32(folder: Path) -> None:
+    """Let transformers load this folder's float16 weights in float32 by default, as diffusers does with its own."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
+        if "dtype" in part:
+            part["dtype"] = "float32"
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

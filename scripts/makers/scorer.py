@@ -30,6 +30,7 @@ from common import (
     count_parameters,
     images_to_tensor,
     load_checkpoint,
+    load_in_float32,
     read_shard,
     save_checkpoint,
     set_learning_rate,
@@ -332,6 +333,7 @@ def export(arguments: argparse.Namespace) -> None:
     model.load_state_dict(state["model"])
     target = arguments.assets / "models" / f"emoji-{arguments.which}"
     model.half().save_pretrained(target)
+    load_in_float32(target)
     image_processor = CLIPImageProcessor(
         size={"shortest_edge": 32},
         crop_size={"height": 32, "width": 32},

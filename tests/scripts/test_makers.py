@@ -42,7 +42,7 @@ def parameters(module: torch.nn.Module) -> int:
 @pytest.fixture(scope="module")
 def pipeline() -> StableDiffusion3Pipeline:
     folder = ASSETS / "models" / "emoji-flow"
-    pipeline = StableDiffusion3Pipeline.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(folder, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -120,7 +120,7 @@ def test_vae_reconstructs_and_normalises(pipeline):
 @pytest.mark.parametrize(("which", "style"), [("scorer", "fluent"), ("judge", "twemoji")])
 def test_scorers_know_an_unseen_drawing_style(which, style):
     folder = ASSETS / "models" / f"emoji-{which}"
-    model = CLIPModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    model = CLIPModel.from_pretrained(folder, local_files_only=True).eval()
     processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
     assert parameters(model) <= 1.9e6
     assert AutoTokenizer.from_pretrained(folder, local_files_only=True).model_max_length == 16
