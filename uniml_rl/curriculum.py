@@ -32,7 +32,7 @@ from uniml_rl.monitor.progress import Progress
 from uniml_rl.monitor.report import StageReport
 from uniml_rl.monitor.samples import save_before_after, save_samples
 from uniml_rl.monitor.writer import MetricsWriter
-from uniml_rl.objective import PolicyGradientObjective
+from uniml_rl.policy_gradient import PolicyGradientObjective
 from uniml_rl.stage_rewards import StageRewards
 from uniml_rl.trainer import Trainer
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modalities.base import Trajectory
+from modalities.base import Cut, Trajectory
 
 
 @dataclass
@@ -59,3 +59,9 @@ def to_segment(trajectory: Trajectory, values: Tensor, valid: Tensor, segment: i
     total = torch.zeros(rows, dtype=torch.float64).index_add_(0, ancestors, known)
     count = torch.zeros(rows, dtype=torch.float64).index_add_(0, ancestors, valid.double())
     return (total / count.clamp_min(1)).float(), count > 0
+
+
+def put(values: Tensor, cut: Cut, part: Tensor) -> None:
+    """Writes a cut's part [b, t] into a tensor [B, T] on the CPU."""
+    columns = torch.arange(values.shape[1])[cut.steps]
+    values[cut.rows.unsqueeze(1), columns.unsqueeze(0)] = part.detach().float().cpu()
