@@ -22,7 +22,7 @@ CONFIG = """
 name: chained
 policies:
   letters: {{type: "toy_policy:ToyConfig"}}
-  painter: {{type: image, model: {model}, lora: {{rank: 2}}, sampling: {{steps: 2}}}}
+  painter: {{type: image, model: {model}, lora: {{rank: 2}}, sampling: {{steps: 2}}, max_sequence_length: 8}}
   both: {{type: chain, parts: [letters, painter], sampling: {{branch: 2}}}}
 stages:
   - &both

@@ -14,6 +14,7 @@ from toy_policy import ToyConfig, ToyPolicy
 from modalities.samples import Prompt, Sample, Text
 from rewards.combine import RewardResult
 from uniml_rl.engines.torch_engine import TorchEngine
+from uniml_rl.run import train_from_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "tests" / "toy_policy.py"
@@ -58,7 +59,17 @@ def test_the_toy_exports_its_table(tmp_path: Path) -> None:
     assert torch.equal(table["weight"], policy.table.weight)
 
 
+GUIDE = (ROOT / "docs" / "writing_a_policy.md").read_text()
+
+
 def test_the_guide_shows_the_file_that_is_tested() -> None:
-    guide = (ROOT / "docs" / "writing_a_policy.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
-    assert TOY.read_text() in blocks
+    assert TOY.read_text() in re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+
+
+def test_the_guides_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("one\ntwo\nthree\n")
+    (tmp_path / "letters.yaml").write_text(re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)[0])
+    shorter = ["stages.more-a.until.iterations=2", "stages.more-a.rewards.a.timeout_seconds=null"]
+    train_from_yaml("letters.yaml", shorter)
+    assert (tmp_path / "runs" / "letters" / "export" / "letters" / "table.pt").exists()
