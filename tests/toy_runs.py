@@ -73,7 +73,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.size, self.values = size, dict[int, Any]()
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=120)
 
     def everyone(self, rank: int, value: Any) -> list[Any]:
         """What each rank brought, in rank order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from uniml_rl.policy_gradient import PolicyGradientObjective
 from uniml_rl.trainer import Trainer, requests_for
 
 ROOT = Path(__file__).resolve().parents[2]
+ONE_AT_A_TIME = threading.Lock()
 
 
 class Letters:
@@ -51,7 +53,8 @@ def make_trainer(folder: Path, engine: Engine, scores: Letters | None = None, se
     policy = ToyPolicy("letters")
     critic = None
     if config.critic is not None:
-        critic = Critic(ValueHead(len(LETTERS), 4, seed=0), None, config.critic.trunk_gradient)
+        with ONE_AT_A_TIME:  # a head is initialised from the global generator, which threads share
+            critic = Critic(ValueHead(len(LETTERS), 4, seed=0), None, config.critic.trunk_gradient)
     objective = PolicyGradientObjective(config.algorithm, critic)
     optimizers = {"letters": (policy.trainable_modules(), config.optimizer)}
     if critic is not None and config.critic is not None:
