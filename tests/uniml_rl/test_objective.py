@@ -77,7 +77,17 @@ def test_the_kl_controller_sees_the_samples_that_were_trained_and_no_others() ->
     assert objective.kl_controller.coefficient == before
 
 
-@pytest.mark.parametrize("block", [ADAPTIVE, {"name": "ddpo", "advantage": {"min_count": 6}}, {"name": "ppo"}])
+ON_RANKS = [
+    ADAPTIVE,
+    {"name": "ddpo", "advantage": {"min_count": 6}},
+    {"name": "ppo"},
+    {"name": "grpo", "advantage": {"scale": "batch_std"}},
+    {"name": "grpo", "advantage": {"type": "batch"}},
+    {"name": "grpo", "aggregation": {"mode": "prompt_mean"}},
+]
+
+
+@pytest.mark.parametrize("block", ON_RANKS)
 def test_ranks_agree_with_one_process(block: dict[str, Any]) -> None:
     """Advantages, denominators, statistics and the KL's coefficient of three ranks with a group each."""
 

@@ -201,6 +201,45 @@ def test_ddpo() -> None:
     assert_same(objective, world, experience, expected, [weights])
 
 
+def test_kl_in_the_reward_of_a_sample() -> None:
+    """Without a critic a sample's whole KL is charged to its reward, before samples are compared (RLOO here)."""
+    world = make_world()
+    kl = {"coefficient": 0.3, "estimator": "k1", "placement": "reward"}
+    algorithm = {
+        "name": "grpo",
+        "advantage": {"type": "leave_one_out"},
+        "kl": kl,
+        "aggregation": {"mode": "token_mean"},
+    }
+    objective = PolicyGradientObjective(resolve_algorithm(algorithm), None)
+    weights = world.policy.table.weight
+    old = log_probs(weights.detach().clone(), world.tokens)
+    with world.policy.using("reference"):
+        reference = log_probs(weights.detach().clone(), world.tokens)
+    experience = prepared(objective, world)
+    moved(weights, 5)
+    steps_of = decisions(world, torch.arange(ROWS))
+    valid = [row for row in range(ROWS) if row not in FAILED]
+    charged = {
+        row: float(world.rewards.total[row])
+        - 0.3 * sum(float(old[row, t] - reference[row, t]) for t in steps_of.get(row, []))
+        for row in valid
+    }
+
+    def advantage(row: int) -> float:
+        others = [charged[other] for other in valid if other // SIZE == row // SIZE and other != row]
+        return charged[row] - sum(others) / len(others) if others else 0.0
+
+    def expected(roots: Tensor) -> Tensor:
+        new, chosen = log_probs(weights, world.tokens), decisions(world, roots)
+        terms = [
+            clipped(advantage(row), (new[row, t] - old[row, t]).exp()) for row, steps in chosen.items() for t in steps
+        ]
+        return sum(terms, torch.zeros(())) / len(terms)
+
+    assert_same(objective, world, experience, expected, [weights])
+
+
 def test_sequence_ratio() -> None:
     """GSPO: one ratio per sample, exp of its mean log-ratio; each sample counts once."""
     world = make_world()

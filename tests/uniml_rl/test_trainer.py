@@ -136,6 +136,26 @@ def test_requests_of_a_repeated_prompt_are_other_samples_of_other_groups() -> No
     assert {(r.key.run_seed, r.key.stage, r.key.iteration) for r in requests} == {(5, 1, 4)}
 
 
+def test_random_numbers_are_of_the_run_the_stage_and_the_iteration(tmp_path: Path) -> None:
+    keys: list[SampleKey] = []
+    for run_seed, stage_index in ((5, 0), (6, 0), (5, 1)):
+        trainer = make_trainer(tmp_path, TorchEngine("cpu"), seed=run_seed)
+        trainer.stage_index = stage_index
+        rollout = trainer.policy.rollout
+
+        def recording(requests: Any, sampling: Any = None, rollout: Any = rollout) -> Any:
+            keys.extend(request.key for request in requests)
+            return rollout(requests, sampling)
+
+        trainer.policy.rollout = recording  # type: ignore[method-assign]
+        for iteration in range(2):
+            trainer.iterate(iteration)
+    assert {(key.run_seed, key.stage, key.iteration) for key in keys} == {
+        (run_seed, stage_index, iteration) for run_seed, stage_index in ((5, 0), (6, 0), (5, 1)) for iteration in (0, 1)
+    }
+    assert len(set(keys)) == len(keys) == 3 * 2 * 6
+
+
 def test_an_epoch_visits_every_sample_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     algorithm = {"name": "grpo", "epochs": 2, "minibatches": 4}
     trainer = make_trainer(tmp_path, TorchEngine("cpu"), algorithm=algorithm)
