@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jinja2 import TemplateError
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from transformers import (
@@ -36,7 +37,7 @@ from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample, Text
 from modalities.sources import loading, resolve_model
 from modalities.token_sampler import InProcessSampler
-from modalities.tokens import TokenSampling, cuts_by_length, left_pad, replay_tokens
+from modalities.tokens import TokenSampling, cuts_by_length, distinct, left_pad, replay_tokens
 from modalities.weights import WeightSets
 
 DEFAULT_LORA_TARGETS = (
@@ -201,7 +202,13 @@ class TextPolicy(Policy):
             system = self.config.system_prompt
             messages = [] if system is None else [{"role": "system", "content": system}]
             messages.append({"role": "user", "content": prompt.text})
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            try:
+                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            except TemplateError as error:
+                roles = [message["role"] for message in messages]
+                raise UserError(
+                    f"policy {self.name!r}: the chat template refuses messages of {roles}: {error}"
+                ) from error
             ids = self.tokenizer(text, add_special_tokens=False).input_ids
         else:
             ids = self.tokenizer(prompt.text).input_ids
@@ -230,17 +237,18 @@ class TextPolicy(Policy):
         """See `Policy.encode`. An end token follows a finished text. The rollout log-probs are NaN: there was none."""
         requests = [Request(prompt, prompt.index, key) for prompt, key in zip(prompts, keys, strict=True)]
         end = self.tokenizer.eos_token_id
-        end = self.eos_token_ids[0] if end is None else end
+        end = end if end in self.eos_token_ids else self.eos_token_ids[0]
+        texts = [sample for sample in samples if isinstance(sample, Text)]
         responses = []
-        for sample in samples:
-            assert isinstance(sample, Text)
-            ids = list(self.tokenizer(sample.text, add_special_tokens=False).input_ids)
-            responses.append(torch.tensor([*ids, end] if sample.finished else ids, dtype=torch.long))
+        for text in texts:
+            ids = list(self.tokenizer(text.text, add_special_tokens=False).input_ids)
+            responses.append(torch.tensor([*ids, end] if text.finished else ids, dtype=torch.long))
             if not len(responses[-1]):
                 raise ValueError("an empty text that was not finished holds no decision to encode.")
         tokens = nn.utils.rnn.pad_sequence(responses, batch_first=True)
         exists = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in responses])[:, None]
-        prompt_tokens, prompt_mask = left_pad([self.tokenize(prompt) for prompt in prompts])
+        sequences, prompt_index = distinct([self.tokenize(prompt) for prompt in prompts])
+        prompt_tokens, prompt_mask = left_pad(sequences)
         segment = TokenSegment(
             agent=self.name,
             group=torch.tensor([request.group for request in requests]),
@@ -250,12 +258,12 @@ class TextPolicy(Policy):
             context_mask=torch.zeros_like(exists),
             log_prob_unit="token",
             version=self.version,
-            ended=["eos" if sample.finished else "length" for sample in samples if isinstance(sample, Text)],
+            ended=["eos" if text.finished else "length" for text in texts],
             keys=list(keys),
             tokens=tokens,
             prompt_tokens=prompt_tokens,
             prompt_mask=prompt_mask,
-            prompt_index=torch.arange(len(prompts)),
+            prompt_index=torch.tensor(prompt_index),
             temperature=self.sampling.temperature,
         )
         return Trajectory([segment], requests)

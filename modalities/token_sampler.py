@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from modalities.base import Request, TokenSegment
 from modalities.errors import UserError
 from modalities.samples import Prompt
-from modalities.tokens import Choice, TokenModel, TokenSampling, choose_tokens, left_pad, uniform_draws
+from modalities.tokens import Choice, TokenModel, TokenSampling, choose_tokens, distinct, left_pad, uniform_draws
 
 
 class InProcessSampler:
@@ -58,9 +58,7 @@ class InProcessSampler:
         Raises UserError if prompt and response do not fit into the model's positions, FloatingPointError if the model
         gives no finite logits.
         """
-        prompts: dict[tuple[int, ...], int] = {}
-        prompt_index = [prompts.setdefault(tuple(self.tokenize(request.prompt)), len(prompts)) for request in requests]
-        sequences = [list(prompt) for prompt in prompts]
+        sequences, prompt_index = distinct([self.tokenize(request.prompt) for request in requests])
         self._check_room(sequences, prompt_index, requests, sampling)
         drawn = _Drawn.empty(requests, sampling, sampling.eos_token_ids or self.eos_token_ids, self.device)
         for prompt_rows, batches in _batches(sequences, prompt_index, sampling):

@@ -106,6 +106,13 @@ def _truncate(probabilities: Tensor, sampling: SoftmaxSampling) -> Tensor:
     return probabilities
 
 
+def distinct(sequences: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
+    """Each different sequence once, in order of appearance, and for every given one the index of its own."""
+    seen: dict[tuple[int, ...], int] = {}
+    index = [seen.setdefault(tuple(sequence), len(seen)) for sequence in sequences]
+    return [list(sequence) for sequence in seen], index
+
+
 def left_pad(sequences: Sequence[Sequence[int]], padding: int = 0) -> tuple[Tensor, Tensor]:
     """Sequences of token ids as [P, L] int64 padded on the left, and their mask [P, L] bool."""
     rows = [torch.tensor(sequence, dtype=torch.long) for sequence in sequences]

@@ -382,6 +382,10 @@ def test_prompts_are_wrapped_in_the_chat_template(tmp_path: Path) -> None:
     ]}  # fmt: skip
     ids = tokenizer.get_vocab()
     assert list(words.values()) == [[ids[word] for word in text.split()] for text in ("l a b m", "k c l a b m", "a b")]
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') if messages[0].role == 'system' }}"
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UserError, match=r"refuses messages of \['system', 'user'\]: System role not supported"):
+        build(folder, system_prompt="c").tokenize(Prompt("a b", 0))
     with pytest.raises(ValueError, match="system_prompt needs the chat template"):
         TextPolicyConfig(model=str(folder), chat_template=False, system_prompt="c")
 
