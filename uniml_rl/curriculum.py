@@ -184,7 +184,7 @@ class Curriculum:
         name, iteration = stage.config.name, self.position.iteration
         first_path = self.evaluation_path(name, 0)
         before = Evaluation.load(first_path) if iteration and first_path.exists() else None
-        metrics = {}
+        metrics: dict[str, float] = {}
         weight_sets = {"eval": "current"} | ({"eval_ema": "ema"} if stage.config.ema and iteration else {})
         for prefix, weights in weight_sets.items():
             self.progress.activity(f"evaluation of {weights} weights")

@@ -25,7 +25,10 @@ class Objective(ABC):
 
     @abstractmethod
     def check_replay(self, policy: Policy, trajectory: Trajectory, cut: Cut, precision: str) -> None:
-        """Compares the sampler's log-probs with a replay's; an error or a warning past the tolerance."""
+        """Compares the sampler's log-probs with a replay's; an error or a warning past the tolerance.
+
+        `cut` holds a trained decision.
+        """
 
     @abstractmethod
     def prepare(

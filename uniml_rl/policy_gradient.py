@@ -15,7 +15,14 @@ from rewards.combine import RewardResult
 from uniml_rl.algorithms import advantages as estimators
 from uniml_rl.algorithms.aggregation import aggregate, decision_weights, global_denominator
 from uniml_rl.algorithms.kl import gaussian_kl, kl_estimate, prediction_mse
-from uniml_rl.algorithms.settings import AlgorithmSettings, GAEAdvantage, RunningPromptAdvantage, replay_tolerance
+from uniml_rl.algorithms.settings import (
+    AlgorithmSettings,
+    BatchAdvantage,
+    GAEAdvantage,
+    GroupAdvantage,
+    RunningPromptAdvantage,
+    replay_tolerance,
+)
 from uniml_rl.algorithms.surrogate import log_ratio, sequence_log_ratio
 from uniml_rl.algorithms.value import clipped_value_loss
 from uniml_rl.engines.base import Engine
@@ -61,8 +68,6 @@ class PolicyGradientObjective(Objective):
         with torch.no_grad():
             replayed = policy.replay(trajectory, cut, frozenset({"log_prob"})).of("log_prob").cpu()
         mask = cut.take(segment.trained_mask)
-        if not mask.any():
-            return
         found = float((replayed - cut.take(segment.rollout_log_probs)).abs()[mask].mean())
         dtype = torch.bfloat16 if precision == "bf16" else policy.dtype
         allowed = replay_tolerance(self.settings, dtype, segment.log_prob_unit)
@@ -117,12 +122,12 @@ class PolicyGradientObjective(Objective):
         """
         exact = engine.precision == "fp32" and policy.dtype == torch.float32
         score_again = not exact or self.settings.replay_check != "error" or self.settings.mismatch is not None
-        features: frozenset[Need] = self.critic.needs() if self.critic else frozenset()
-        needs = features | (frozenset({"log_prob"}) if score_again else frozenset())
+        needs: set[Need] = set(self.critic.needs()) if self.critic else set()
+        needs |= {"log_prob"} if score_again else set()
         old = [segment.rollout_log_probs.clone() for segment in trajectory.segments]
         values = [torch.zeros_like(log_probs) for log_probs in old]
         for cut in cuts if needs or self.critic else []:
-            replay = policy.replay(trajectory, cut, needs) if needs else Replay()
+            replay = policy.replay(trajectory, cut, frozenset(needs)) if needs else Replay()
             if score_again:
                 put(old[cut.segment], cut, replay.of("log_prob"))
             if self.critic is not None:
@@ -193,24 +198,19 @@ class PolicyGradientObjective(Objective):
         metrics: Metrics,
     ) -> Tensor:
         """[B] by the chosen critic-free estimator."""
-        settings, groups = self.settings.advantage, experience.groups
-        if settings.type == "group":
+        settings, groups, reduce = self.settings.advantage, experience.groups, engine.sum_over_ranks
+        if isinstance(settings, BatchAdvantage):
+            scale = settings.scale == "batch_std"
+            return estimators.batch_advantages(rewards, valid, epsilon=settings.epsilon, scale=scale, reduce=reduce)
+        if isinstance(settings, GroupAdvantage):
             result, report = estimators.group_advantages(
-                rewards, valid, groups, scale=settings.scale, epsilon=settings.epsilon, reduce=engine.sum_over_ranks
+                rewards, valid, groups, scale=settings.scale, epsilon=settings.epsilon, reduce=reduce
             )
         elif settings.type == "leave_one_out":
             result, report = estimators.leave_one_out(rewards, valid, groups)
-        elif settings.type == "running_prompt":
+        else:
             prompts = torch.tensor([trajectory.requests[row].prompt.index for row in trajectory.roots(index).tolist()])
             result, report = self._statistics_of(index).update(rewards, valid, prompts, gather=engine.gather_rows)
-        else:
-            return estimators.batch_advantages(
-                rewards,
-                valid,
-                epsilon=settings.epsilon,
-                scale=settings.scale == "batch_std",
-                reduce=engine.sum_over_ranks,
-            )
         metrics.share("group/without_signal_share", torch.arange(report.groups) < report.without_signal)
         return result
 

@@ -103,7 +103,7 @@ def open_run(source: str | Path, overrides: Sequence[str] = ()) -> SavedRun:
 
     Raises UserError that says what was found instead.
     """
-    path = Path(source)
+    path, checkpoint = Path(source), None
     if (path / MANIFEST).is_file():
         folder, checkpoint = path.parent.parent, path
     elif (path / CONFIG_FILE).is_file():
@@ -171,7 +171,8 @@ def _plain_model(folder: Path) -> Policy:
             f"{folder} {state if folder.exists() else 'does not exist'}: expected a run's folder, a checkpoint or a "
             f"model's folder{_nearest_run(folder)}"
         )
-    config = TypedBlock(POLICIES, "policy").import_class(kinds[0])(type=kinds[0], model=str(folder))
+    block = {"type": kinds[0], "model": str(folder)}
+    config = TypedBlock(POLICIES, "policy").import_class(kinds[0]).model_validate(block)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return config.build("sampled", device, 0)  # type: ignore[attr-defined]
 
@@ -211,6 +212,8 @@ def evaluate_from(source: str, overrides: Sequence[str] = ()) -> dict[str, float
         config.stages.index(stage),
     )
     means = summary(evaluator.run())
+    evaluator.rewards.close()
+    evaluator.close()
     table = Table(title=f"{source}: stage {stage.name}, {len(evaluator.prompts)} held-out prompts")
     table.add_column("reward")
     table.add_column("mean", justify="right")

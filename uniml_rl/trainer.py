@@ -129,11 +129,13 @@ class Trainer:
         return self.policy.plan(trajectory, roots, self.stage.micro_batch)
 
     def _check_replay(self, trajectory: Trajectory, cuts: list[Cut]) -> None:
-        """Before the first update of a process: is what training scores what the sampler scored?"""
-        if not self._replay_checked and cuts:
-            for first in {cut.segment: cut for cut in reversed(cuts)}.values():
-                self.objective.check_replay(self.policy, trajectory, first, self.engine.precision)
-            self._replay_checked = True
+        """Before the first update of a process: is what training scores what the sampler scored, in every segment?"""
+        if self._replay_checked:
+            return
+        trained = [cut for cut in cuts if cut.take(trajectory.segments[cut.segment].trained_mask).any()]
+        for first in {cut.segment: cut for cut in reversed(trained)}.values():
+            self.objective.check_replay(self.policy, trajectory, first, self.engine.precision)
+        self._replay_checked = bool(trained)
 
     def _update(self, experience: Experience, roots: Tensor, iteration: int, metrics: Metrics) -> None:
         minibatch = self.objective.minibatch(experience, roots, self.engine)

@@ -15,7 +15,9 @@ from torch import Tensor
 from toy_policy import LETTERS, ToyPolicy
 from toy_runs import on_ranks, stage
 
+from modalities.base import Request
 from modalities.critic import Critic, ValueHead
+from modalities.errors import UserError
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample, Text
 from rewards.combine import RewardResult
@@ -69,6 +71,19 @@ def table(trainer: Trainer) -> Tensor:
     return trainer.policy.table.weight.detach().clone()
 
 
+def recorded_requests(trainer: Trainer) -> list[Request]:
+    """A list that fills with what the policy is asked for."""
+    requests: list[Request] = []
+    rollout = trainer.policy.rollout
+
+    def recording(asked: Sequence[Request], sampling: Any = None) -> Any:
+        requests.extend(asked)
+        return rollout(asked, sampling)
+
+    trainer.policy.rollout = recording  # type: ignore[method-assign]
+    return requests
+
+
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"name": "grpo", "epochs": 2}},
     "ppo": {"algorithm": {"name": "ppo", "epochs": 2}, "critic": {"trunk_gradient": True}},
@@ -97,16 +112,39 @@ def test_weights_depend_neither_on_the_micro_batch_nor_on_the_ranks(name: str, t
         assert torch.allclose(weights, whole, atol=1e-5)
 
 
-def test_ranks_sample_what_one_process_samples(tmp_path: Path) -> None:
-    def texts(engine: Engine) -> list[str]:
+def test_ranks_sample_what_one_process_samples_in_the_same_groups(tmp_path: Path) -> None:
+    def texts(engine: Engine) -> list[tuple[int, str]]:
         scores = Letters()
         trainer = make_trainer(tmp_path, engine, scores, prompts_per_iteration=4)
+        requests = recorded_requests(trainer)
         trainer.iterate(0)
-        return scores.texts
+        return list(zip([request.group for request in requests], scores.texts, strict=True))
 
     alone = texts(TorchEngine("cpu"))
     assert [text for rank in on_ranks(2, texts) for text in rank] == alone
-    assert len(set(alone)) > 8
+    assert len(set(alone)) > 8 and {group for group, _ in alone} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_replay_check_waits_for_a_decision_that_is_trained(wrong: bool, tmp_path: Path) -> None:
+    """Rows 0 to 2 fill the first micro-batch and train nothing; then a whole rollout does not."""
+    trainer = make_trainer(tmp_path, TorchEngine("cpu"), micro_batch=3)
+    rollout, untrained = trainer.policy.rollout, [6, 3]
+
+    def partly(requests: Any, sampling: Any = None) -> Any:
+        trajectory = rollout(requests, sampling)
+        trajectory.segments[0].trained_mask = trajectory.segments[0].trained_mask.clone()
+        trajectory.segments[0].trained_mask[: untrained.pop(0)] = False
+        trajectory.segments[0].rollout_log_probs = trajectory.segments[0].rollout_log_probs + 0.1 * wrong
+        return trajectory
+
+    trainer.policy.rollout = partly  # type: ignore[method-assign]
+    trainer.iterate(0)
+    if not wrong:
+        trainer.iterate(1)
+        return
+    with pytest.raises(UserError, match=r"differ from the sampler's by 0\.1"):
+        trainer.iterate(1)
 
 
 def test_a_rollout_without_a_valid_reward_changes_nothing(tmp_path: Path) -> None:
@@ -141,15 +179,10 @@ def test_random_numbers_are_of_the_run_the_stage_and_the_iteration(tmp_path: Pat
     for run_seed, stage_index in ((5, 0), (6, 0), (5, 1)):
         trainer = make_trainer(tmp_path, TorchEngine("cpu"), seed=run_seed)
         trainer.stage_index = stage_index
-        rollout = trainer.policy.rollout
-
-        def recording(requests: Any, sampling: Any = None, rollout: Any = rollout) -> Any:
-            keys.extend(request.key for request in requests)
-            return rollout(requests, sampling)
-
-        trainer.policy.rollout = recording  # type: ignore[method-assign]
+        requests = recorded_requests(trainer)
         for iteration in range(2):
             trainer.iterate(iteration)
+        keys += [request.key for request in requests]
     assert {(key.run_seed, key.stage, key.iteration) for key in keys} == {
         (run_seed, stage_index, iteration) for run_seed, stage_index in ((5, 0), (6, 0), (5, 1)) for iteration in (0, 1)
     }
