@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from modalities.base import Cut, DenoisingSegment, LogProbUnit, Need, Policy, Re
 from modalities.denoising_settings import DenoisingSampling, DenoisingSettings
 from modalities.guidance import Condition, guided_prediction, mean_over_positions, outputs_of
 from modalities.lora import LoraSettings, attach_lora
-from modalities.noise_process import NoiseProcess, Schedule
+from modalities.noise_process import NoiseProcess, Schedule, Transition
 from modalities.pipeline_folder import export_pipeline, load_pipeline
 from modalities.samplers import expand
 from modalities.samples import Prompt, Sample
@@ -25,15 +25,6 @@ from modalities.weights import WeightSets
 
 LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 LORA_TARGETS += ["net.0.proj", "net.2"]
-
-
-@dataclass(frozen=True)
-class Transition:
-    """One step down the schedule for b rows."""
-
-    mean: Tensor  # [b, ...] float32
-    prediction: Tensor  # [b, ...] float32: the denoiser's output, guided
-    features: Tensor | None  # [b, D] float32
 
 
 class DenoisingPolicy(Policy):
@@ -145,8 +136,7 @@ class DenoisingPolicy(Policy):
     ) -> Transition:
         """The step `times` -> `next_times` [b] with noise `std` [b] of the kernel `sampler`; differentiable."""
         prediction, features = self._predict(latents, times, condition, with_features)
-        mean = self.process.mean(sampler, latents.float(), prediction, times, next_times, std)
-        return Transition(mean, prediction, features)
+        return replace(self.process.step(sampler, latents, prediction, times, next_times, std), features=features)
 
     def _predict(
         self, latents: Tensor, times: Tensor, condition: Condition, with_features: bool
@@ -258,20 +248,20 @@ class DenoisingPolicy(Policy):
             time, next_time, std = self._table(segment, rows, slice(step, step + 1))
             if clean is None:
                 condition = replace(condition, scale=segment.guidance_scale[rows, step])
-                mean = self.transition(x, time, next_time, std, segment.sampler, condition).mean
+                transition = self.transition(x, time, next_time, std, segment.sampler, condition)
             else:
                 prediction = self.process.oracle(x, clean.to(self.device), time)
-                mean = self.process.mean(segment.sampler, x, prediction, time, next_time, std)
-            following = mean
+                transition = self.process.step(segment.sampler, x, prediction, time, next_time, std)
+            following = transition.mean
             stochastic = bool(segment.std[0, step] > 0)
             if stochastic:
-                following = mean + expand(std, mean) * _noise(generators, shape).to(self.device)
+                following = following + expand(std, following) * _noise(generators, shape).to(self.device)
             if clean is not None and step == segment.num_steps - 1:
                 following = clean.to(self.device)
             following = self._round(following)
             if stochastic:
                 states |= {step: self._stored(x), step + 1: self._stored(following)}
-                segment.rollout_log_probs[rows, step] = self._log_prob(segment, following, mean, std).cpu()
+                segment.rollout_log_probs[rows, step] = transition.log_prob(following, segment.log_prob_unit).cpu()
             x = following
         states[segment.num_steps] = self._stored(x)
         return states
@@ -281,11 +271,6 @@ class DenoisingPolicy(Policy):
 
     def _round(self, x: Tensor) -> Tensor:
         return x.to(self.storage_dtype).float()
-
-    def _log_prob(self, segment: DenoisingSegment, x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-        if segment.sampler == "cps_unnormalised":
-            return samplers.unnormalised_log_prob(x, mean, segment.log_prob_unit)
-        return samplers.gaussian_log_prob(x, mean, std, segment.log_prob_unit)
 
     def _table(self, segment: DenoisingSegment, rows: Tensor, steps: slice) -> tuple[Tensor, Tensor, Tensor]:
         """(time, next time, std) of rows x consecutive steps, each flattened to [b * t]."""
@@ -330,7 +315,7 @@ class DenoisingPolicy(Policy):
         result = Replay()
         if "log_prob" in needs:
             following = self._states(segment, cut.rows, range(steps.start + 1, steps.stop + 1))
-            result.log_prob = unflatten(self._log_prob(segment, following, step.mean, std))
+            result.log_prob = unflatten(step.log_prob(following, segment.log_prob_unit))
         if "entropy" in needs:
             result.entropy = unflatten(samplers.gaussian_entropy(std, x[0].numel(), segment.log_prob_unit))
         if "mean" in needs:

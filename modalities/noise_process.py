@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from modalities import samplers
+from modalities.base import LogProbUnit
 from modalities.denoising_settings import Cps, DanceSde, Ddim, DenoisingSampling, FlowSde, Sampler, Window
 from modalities.errors import UserError
 from modalities.samplers import expand
@@ -27,6 +28,33 @@ class Schedule:
     times: Tensor  # [T + 1]
     std: Tensor  # [T]; 0 = deterministic
     guidance_scale: Tensor  # [T]; 1 = no guidance
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One step down the schedule for b rows; its mean is `carried + predicted`."""
+
+    sampler: str
+    carried: Tensor  # [b, ...] float32: the mean's part of x, on which the model has no say
+    predicted: Tensor  # [b, ...] float32: the mean's part of the denoiser's output
+    std: Tensor  # [b]
+    prediction: Tensor  # [b, ...] float32: the denoiser's output, guided
+    features: Tensor | None = None  # [b, D] float32
+
+    @property
+    def mean(self) -> Tensor:
+        """[b, ...] float32."""
+        return self.carried + self.predicted
+
+    def log_prob(self, following: Tensor, unit: LogProbUnit) -> Tensor:
+        """[b] float32, of the latents after the step, as the sampler scores them.
+
+        The mean's parts are subtracted one by one: their sum would be rounded at the size of x, many times the std.
+        """
+        target = following - self.carried
+        if self.sampler == "cps_unnormalised":
+            return samplers.unnormalised_log_prob(target, self.predicted, unit)
+        return samplers.gaussian_log_prob(target, self.predicted, self.std, unit)
 
 
 class NoiseProcess(ABC):
@@ -56,8 +84,8 @@ class NoiseProcess(ABC):
         """[T] noise std of each transition of a schedule `times` [T + 1]; 0 where it is deterministic."""
 
     @abstractmethod
-    def mean(self, sampler: str, x: Tensor, prediction: Tensor, time: Tensor, next_time: Tensor, std: Tensor) -> Tensor:
-        """Mean of the transition `time` -> `next_time` [B] of latents x [B, ...] given the denoiser's output."""
+    def coefficients(self, sampler: str, time: Tensor, next_time: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors [B] of x and of the denoiser's output in the mean of the transition `time` -> `next_time` [B]."""
 
     @abstractmethod
     def clean(self, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor:
@@ -74,6 +102,14 @@ class NoiseProcess(ABC):
     @abstractmethod
     def oracle(self, x: Tensor, clean: Tensor, time: Tensor) -> Tensor:
         """What a denoiser that knows the clean latent outputs at x."""
+
+    def step(
+        self, sampler: str, x: Tensor, prediction: Tensor, time: Tensor, next_time: Tensor, std: Tensor
+    ) -> Transition:
+        """The transition `time` -> `next_time` [B] with noise `std` [B] of latents x [B, ...]; differentiable."""
+        on_x, on_prediction = self.coefficients(sampler, time, next_time, std)
+        predicted = expand(on_prediction, x) * prediction
+        return Transition(sampler, expand(on_x, x) * x.float(), predicted, std, prediction)
 
     def schedule(self, sampling: DenoisingSampling, sequence_length: int) -> Schedule:
         """The table of `sampling`; UserError if its sampler, steps or window do not fit the process."""
@@ -172,9 +208,9 @@ class FlowProcess(NoiseProcess):
             return samplers.cps_std(times, sampler.noise_level)
         return torch.zeros_like(times[1:])
 
-    def mean(self, sampler: str, x: Tensor, prediction: Tensor, time: Tensor, next_time: Tensor, std: Tensor) -> Tensor:
-        kernel = samplers.cps_mean if sampler.startswith("cps") else samplers.flow_sde_mean
-        return kernel(x, prediction, time, next_time, std)
+    def coefficients(self, sampler: str, time: Tensor, next_time: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        kernel = samplers.cps_coefficients if sampler.startswith("cps") else samplers.flow_sde_coefficients
+        return kernel(time, next_time, std)
 
     def clean(self, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor:
         return x - expand(time, x) * prediction
@@ -250,9 +286,8 @@ class DiffusionProcess(NoiseProcess):
     def std(self, times: Tensor, sampler: Sampler) -> Tensor:
         return samplers.ddim_std(self._alpha(times), sampler.eta if isinstance(sampler, Ddim) else 0.0)
 
-    def mean(self, sampler: str, x: Tensor, prediction: Tensor, time: Tensor, next_time: Tensor, std: Tensor) -> Tensor:
-        clean, noise = samplers.clean_and_noise(x, prediction, self._alpha(time), self.prediction_type)
-        return samplers.ddim_mean(clean, noise, self._alpha(next_time), std)
+    def coefficients(self, sampler: str, time: Tensor, next_time: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        return samplers.ddim_coefficients(self._alpha(time), self._alpha(next_time), std, self.prediction_type)
 
     def clean(self, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor:
         return samplers.clean_and_noise(x, prediction, self._alpha(time), self.prediction_type)[0]

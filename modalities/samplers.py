@@ -1,8 +1,9 @@
 """Transition kernels, noise schedules and log-probs of denoising, as pure functions on float32 tensors of any rank.
 
 A transition moves a latent x [B, ...] one step down the schedule: x' = mean + std * noise. The std of every kernel here
-depends on the schedule alone, and the mean on the schedule, the model's output and the std. So a recorded std [B] is
-all that is needed to compute the mean again, and std 0 gives the deterministic step (ODE, DDIM).
+depends on the schedule alone, and its mean is linear, on_x * x + on_prediction * prediction, with coefficients [B] of
+the schedule and the std. So a recorded std is all that is needed to compute the mean again; std 0 gives the
+deterministic step (ODE, DDIM).
 
 Flow models: sigma runs 1 -> 0, x = (1 - sigma) x0 + sigma noise, the model predicts v = noise - x0.
 Diffusion models: x = sqrt(alpha) x0 + sqrt(1 - alpha) noise, alpha is the cumulative product of the schedule.
@@ -49,21 +50,22 @@ def cps_std(sigmas: Tensor, noise_level: float) -> Tensor:
     return sigmas[1:] * math.sin(noise_level * math.pi / 2)
 
 
-def flow_sde_mean(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, std: Tensor) -> Tensor:
+def flow_sde_coefficients(sigma: Tensor, sigma_next: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
     """Euler-Maruyama step of the reverse SDE with diffusion g = std / sqrt(-delta) (Flow-GRPO eq. 9, DanceGRPO eq. 8).
 
-    Both papers' kernels are this one, with another g. With std 0 it is the Euler step of the ODE.
+    Both papers' kernels are this one, with another g. With std 0 it is the Euler step of the ODE. [B] -> [B], [B].
     """
-    delta = sigma_next - sigma
     correction = -(std**2) / (2 * sigma)  # g^2 delta / (2 sigma)
-    return x * expand(1 + correction, x) + velocity * expand(delta + correction * (1 - sigma), x)
+    return 1 + correction, sigma_next - sigma + correction * (1 - sigma)
 
 
-def cps_mean(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, std: Tensor) -> Tensor:
-    """Flow-CPS (Wang and Yu 2025): the predicted noise is shrunk so that signal and total noise keep their scale."""
-    clean = x - expand(sigma, x) * velocity
-    noise = x + expand(1 - sigma, x) * velocity
-    return clean * expand(1 - sigma_next, x) + noise * expand((sigma_next**2 - std**2).clamp_min(0).sqrt(), x)
+def cps_coefficients(sigma: Tensor, sigma_next: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    """Flow-CPS (Wang and Yu 2025): (1 - sigma_next) x0 + sqrt(sigma_next^2 - std^2) x1. [B] -> [B], [B].
+
+    x0 = x - sigma v is the predicted data and x1 = x + (1 - sigma) v the predicted noise, shrunk to make room for new.
+    """
+    on_clean, on_noise = 1 - sigma_next, (sigma_next**2 - std**2).clamp_min(0).sqrt()
+    return on_clean + on_noise, on_noise * (1 - sigma) - on_clean * sigma
 
 
 # Diffusion models
@@ -75,10 +77,18 @@ def ddim_std(alphas: Tensor, eta: float) -> Tensor:
     return eta * ((1 - end) / (1 - start) * (1 - start / end)).clamp_min(0).sqrt()
 
 
-def ddim_mean(clean: Tensor, noise: Tensor, alpha_next: Tensor, std: Tensor) -> Tensor:
-    """DDIM (Song et al. 2021, eq. 12) without its noise term, from the predicted clean latent and noise."""
-    direction = (1 - alpha_next - std**2).clamp_min(0).sqrt()
-    return expand(alpha_next.sqrt(), clean) * clean + expand(direction, clean) * noise
+def ddim_coefficients(alpha: Tensor, alpha_next: Tensor, std: Tensor, prediction_type: str) -> tuple[Tensor, Tensor]:
+    """DDIM (Song et al. 2021, eq. 12): sqrt(a_next) x0 + sqrt(1 - a_next - std^2) noise, both as the model predicts
+    them; `prediction_type` is "epsilon", "sample" or "v_prediction". [B] -> [B], [B]."""
+    signal, noise = alpha.sqrt(), (1 - alpha).sqrt()
+    on_clean, on_noise = alpha_next.sqrt(), (1 - alpha_next - std**2).clamp_min(0).sqrt()
+    if prediction_type == "epsilon":
+        return on_clean / signal, on_noise - on_clean * noise / signal
+    if prediction_type == "sample":
+        return on_noise / noise, on_clean - on_noise * signal / noise
+    if prediction_type == "v_prediction":
+        return on_clean * signal + on_noise * noise, on_noise * signal - on_clean * noise
+    raise ValueError(f"unknown prediction type {prediction_type!r}.")
 
 
 def clean_and_noise(x: Tensor, prediction: Tensor, alpha: Tensor, prediction_type: str) -> tuple[Tensor, Tensor]:

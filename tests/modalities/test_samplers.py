@@ -22,6 +22,11 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def mean_of(coefficients: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, prediction: torch.Tensor) -> torch.Tensor:
+    on_x, on_prediction = (samplers.expand(values, x) for values in coefficients)
+    return on_x * x + on_prediction * prediction
+
+
 def few(function):  # type: ignore[no-untyped-def]
     return settings(max_examples=20, deadline=None)(function)
 
@@ -65,7 +70,7 @@ def test_sde_mean_is_euler_plus_half_the_score_times_the_variance(sigma: float, 
     score = -(x - (x - sigma * velocity) * (1 - sigma)) / sigma**2
     expected = x + velocity * (sigma_next - sigma) + 0.5 * std**2 * score
     times = [torch.full((2,), value, dtype=torch.float64) for value in (sigma, sigma_next, std)]
-    torch.testing.assert_close(samplers.flow_sde_mean(x, velocity, *times), expected)
+    torch.testing.assert_close(mean_of(samplers.flow_sde_coefficients(*times), x, velocity), expected)
 
 
 @few
@@ -73,9 +78,9 @@ def test_sde_mean_is_euler_plus_half_the_score_times_the_variance(sigma: float, 
 def test_without_noise_every_flow_kernel_is_the_euler_step(sigma: float, share: float) -> None:
     x, velocity = randn(2, 3, 4), randn(2, 3, 4, seed=1)
     times = [torch.full((2,), value) for value in (sigma, sigma * share, 0.0)]
-    for kernel in (samplers.flow_sde_mean, samplers.cps_mean):
+    for kernel in (samplers.flow_sde_coefficients, samplers.cps_coefficients):
         euler = x + (sigma * share - sigma) * velocity
-        torch.testing.assert_close(kernel(x, velocity, *times), euler, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mean_of(kernel(*times), x, velocity), euler, rtol=1e-5, atol=1e-5)
 
 
 def final_std(process: FlowProcess, sampler: Sampler, steps: int, tau: float, shift: float) -> float:
@@ -88,7 +93,8 @@ def final_std(process: FlowProcess, sampler: Sampler, steps: int, tau: float, sh
     ):
         marginal = (1 - sigma) ** 2 * tau**2 + sigma**2
         velocity = (sigma - (1 - sigma) * tau**2) / marginal * one
-        gain = process.mean(schedule.sampler, one, velocity, sigma[None], following[None], std[None])
+        coefficients = process.coefficients(schedule.sampler, sigma[None], following[None], std[None])
+        gain = mean_of(coefficients, one, velocity)
         variance = gain**2 * variance + std**2
     return variance.sqrt().item()
 
@@ -131,7 +137,8 @@ def test_ddim_is_diffusers_ddim_step(prediction_type: str, eta: float) -> None:
     for step, timestep in enumerate(scheduler.timesteps):
         expected = scheduler.step(prediction, timestep, x, eta=eta, variance_noise=noise).prev_sample
         time, following = (schedule.times[index].expand(2) for index in (step, step + 1))
-        mean = process.mean("ddim", x, prediction, time, following, schedule.std[step].expand(2))
+        coefficients = process.coefficients("ddim", time, following, schedule.std[step].expand(2))
+        mean = mean_of(coefficients, x, prediction)
         torch.testing.assert_close(mean + schedule.std[step] * noise, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -148,9 +155,8 @@ def test_full_noise_on_an_uneven_grid_is_ddpm(prediction_type: str) -> None:
     for step in range(len(timesteps) - 1):
         expected = ddpm.step(prediction, timesteps[step], x, generator=torch.Generator().manual_seed(5)).prev_sample
         noise = randn(2, 3, 4, 4, seed=5)
-        mean = process.mean(
-            "ddim", x, prediction, times[step].expand(2), times[step + 1].expand(2), std[step].expand(2)
-        )
+        stacked = (values[step].expand(2) for values in (times, times[1:], std))
+        mean = mean_of(process.coefficients("ddim", *stacked), x, prediction)
         torch.testing.assert_close(mean + std[step] * noise, expected, rtol=1e-4, atol=1e-4)
 
 
