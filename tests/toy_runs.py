@@ -30,8 +30,9 @@ COUNT_B = {"b": {"type": "regex", "pattern": "b", "timeout_seconds": None}}
 
 def prompts(folder: Path, texts: str = "one two three four five") -> dict[str, Any]:
     """A block of prompts in a file of their own."""
-    path = folder / "prompts.txt"
-    path.write_text("\n".join(texts.split()))
+    path, content = folder / "prompts.txt", "\n".join(texts.split())
+    if not path.exists() or path.read_text() != content:  # a thread may be reading it
+        path.write_text(content)
     return {"type": "file", "path": str(path)}
 
 
