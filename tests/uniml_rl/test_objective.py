@@ -197,9 +197,9 @@ def test_what_lives_from_one_iteration_to_the_next_is_restored() -> None:
     world = make_world()
     for block in (ADAPTIVE, {"name": "ddpo", "advantage": {"min_count": 6}}):
         settings = resolve_algorithm(block)
-        first, second = PolicyGradientObjective(settings, None), PolicyGradientObjective(settings, None)
+        first, second, never = (PolicyGradientObjective(settings, None) for _ in range(3))
         first.finish_iteration(prepared(first, world), TorchEngine("cpu"), Metrics())
-        fresh = prepared(second, world).segments[0].advantages
+        fresh = prepared(never, world).segments[0].advantages
         second.load_state_dict(copy.deepcopy(first.state_dict()))
         expected, found = (prepared(each, world).segments[0].advantages for each in (first, second))
         assert torch.equal(found, expected)

@@ -127,7 +127,7 @@ def test_ppo(trunk_gradient: bool) -> None:
         reference = log_probs(weights.detach().clone(), world.tokens)
     experience = prepared(objective, world)
     moved(weights, 5)
-    moved(head.layers[3].weight, 6)
+    moved(head.layers[3].weight, 6, scale=-1.0)
 
     advantages, returns = {}, {}
     for row, steps in decisions(world, torch.arange(ROWS)).items():
@@ -142,6 +142,8 @@ def test_ppo(trunk_gradient: bool) -> None:
     mean = sum(advantages.values()) / len(advantages)
     std = math.sqrt(sum((a - mean) ** 2 for a in advantages.values()) / len(advantages))
     assert len(advantages) > 15
+    clip_holds = [abs(values_now().item() - value) < abs(old_value - value) for value in returns.values()]
+    assert abs(values_now().item() - old_value) > 0.2 and any(clip_holds) and not all(clip_holds)
 
     def expected(roots: Tensor) -> Tensor:
         new, value = log_probs(weights, world.tokens), values_now()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import threading
 from collections.abc import Sequence
@@ -222,8 +223,12 @@ def test_a_skipped_step_makes_no_new_version_of_the_weights(tmp_path: Path) -> N
 def test_the_schedule_counts_iterations_of_the_stage(tmp_path: Path) -> None:
     optimizer = {"learning_rate": 0.4, "schedule": {"type": "linear", "warm_up_iterations": 1, "decay_iterations": 2}}
     trainer = make_trainer(tmp_path, TorchEngine("cpu"), optimizer=optimizer, algorithm={"name": "grpo", "epochs": 3})
-    rates = [trainer.iterate(iteration).metrics["learning_rate/letters"] for iteration in range(4)]
+    rates, tables = [], [table(trainer)]
+    for iteration in range(4):
+        rates.append(trainer.iterate(iteration).metrics["learning_rate/letters"])
+        tables.append(table(trainer))
     assert rates == pytest.approx([0.2, 0.4, 0.2, 0.0])
+    assert [torch.equal(before, after) for before, after in itertools.pairwise(tables)] == [False, False, False, True]
 
 
 def test_the_first_update_has_ratio_one_and_the_second_has_not(tmp_path: Path) -> None:
