@@ -123,6 +123,12 @@ class DenoisingSampling(Settings):
             raise ValueError(f"guidance_interval ({start}, {end}) must satisfy 0 <= start < end <= 1.")
         return self
 
+    @model_validator(mode="after")
+    def _window_has_noise(self) -> DenoisingSampling:
+        if isinstance(self.sampler, Ode) and self.window is not None:
+            raise ValueError("a window picks stochastic transitions, and the sampler `ode` has none; set `window: null`.")
+        return self
+
 
 class DenoisingSettings(PolicyConfig):
     """What every denoising policy's block has: a diffusers pipeline folder, and how it is trained and sampled."""

@@ -217,6 +217,12 @@ def _silence_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     for library in LIBRARIES:
         warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
+    # Their bars over the tensors of a local file, not the hub's over a download; this imports only what comes anyway.
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
 
 
 def main() -> None:
