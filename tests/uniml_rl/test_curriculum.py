@@ -25,7 +25,7 @@ from toy_runs import (
 
 from modalities.errors import UserError
 from modalities.samples import Text
-from rewards.combine import RewardSet
+from rewards.combine import RewardResult, RewardSet
 from uniml_rl import checkpoint
 from uniml_rl.build import UntilSettings
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
@@ -288,15 +288,40 @@ def test_shuffled_rewards_are_the_same_numbers_in_another_order_that_the_seed_de
         assert not torch.equal(first.total, true.total) and torch.equal(first.raw["a"], true.raw["a"])
 
 
-def test_a_stage_rehearses_an_earlier_one(tmp_path: Path) -> None:
+def test_a_stage_rehearses_an_earlier_one_in_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    first = stage(tmp_path, "first", prompts=prompts(other, "six seven"), rewards=COUNT_B)
-    second = stage(tmp_path, "second", prompts_per_iteration=4, rehearsal=[{"stage": "first", "share": 0.5}])
+    sources: list[int] = []
+    score = StageRewards.score
+
+    def recording(scores: StageRewards, samples: Any, drawn: Any, iteration: int) -> RewardResult:
+        sources.extend(prompt.source for prompt in drawn)
+        return score(scores, samples, drawn, iteration)
+
+    monkeypatch.setattr(StageRewards, "score", recording)
+    first = stage(tmp_path, "first", prompts=prompts(other, "six seven"), rewards=COUNT_B, until={"iterations": 1})
+    second = stage(tmp_path, "second", prompts_per_iteration=4, rehearsal=[{"stage": "first", "share": 0.75}])
     train_from_yaml(write_run(tmp_path, first, second), [], tmp_path / "run")
+    assert sources[:6] == [0] * 6
+    assert [sources[start : start + 12].count(1) for start in (6, 18)] == [9, 9]
     for row in rows_of(tmp_path / "run"):
         names = {name for name in row["metrics"] if name.endswith("raw_mean")}
         assert names == {"reward/b/raw_mean"} | ({"reward/a/raw_mean"} if row["stage"] == "second" else set())
+
+
+def test_the_average_follows_the_weights_at_its_decay(tmp_path: Path) -> None:
+    """With decay 0 it is the current weights; near 1 it stays where the stage began."""
+    means = {}
+    for decay in (0.0, 0.999999):
+        keys = {"evaluation": held_out(tmp_path, every=1, samples_per_prompt=20), "ema": {"decay": decay}}
+        train_from_yaml(
+            write_run(tmp_path, stage(tmp_path, until={"iterations": 3}, **keys)), [], tmp_path / f"{decay}"
+        )
+        rows = [row["metrics"] for row in rows_of(tmp_path / f"{decay}")]
+        means[decay] = [(row["eval/a/mean"], row.get("eval_ema/a/mean")) for row in rows]
+    assert all(current == average for current, average in means[0.0][1:])
+    assert {average for _, average in means[0.999999][1:]} == {means[0.999999][0][0]}
+    assert len({current for current, _ in means[0.0]}) > 2
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ def test_a_rollout_without_a_valid_reward_changes_nothing(tmp_path: Path) -> Non
     assert torch.equal(table(trainer), before)
     assert math.isnan(report.reward_mean)
     assert report.metrics["update/empty_steps"] == 1
+    assert not any(name.startswith("nonfinite/") for name in report.metrics)  # failed samples are masked, not dropped
     assert "reward/mean" not in report.metrics and all(map(math.isfinite, report.metrics.values()))
     assert trainer.optimizer_steps == 1
     failed[0] = False
