@@ -126,7 +126,7 @@ class DenoisingSampling(Settings):
     @model_validator(mode="after")
     def _window_has_noise(self) -> DenoisingSampling:
         if isinstance(self.sampler, Ode) and self.window is not None:
-            raise ValueError("a window picks stochastic transitions, and the sampler `ode` has none; set `window: null`.")
+            raise ValueError("a window picks stochastic steps, and the sampler `ode` has none; set `window: null`.")
         return self
 
 

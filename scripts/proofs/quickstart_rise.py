@@ -1,7 +1,7 @@
 """Proves the quickstart's rise: the shipped config in several seeds against a control whose rewards are shuffled.
 
-Every run is an ordinary run folder, so the script continues where it was stopped. The only changes to the config are the
-seed, the size of the evaluation and, for the control, `reward_control: shuffle`.
+Every run is an ordinary run folder, so the script continues where it was stopped. The only changes to the config are
+the seed, the size of the evaluation and, for the control, `reward_control: shuffle`.
 
     python scripts/proofs/quickstart_rise.py --seeds 0 1 2 3 4 --out docs/quickstart_rise.md
 """
