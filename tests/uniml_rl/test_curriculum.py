@@ -309,19 +309,26 @@ def test_a_stage_rehearses_an_earlier_one_in_its_share(tmp_path: Path, monkeypat
         assert names == {"reward/b/raw_mean"} | ({"reward/a/raw_mean"} if row["stage"] == "second" else set())
 
 
-def test_the_average_follows_the_weights_at_its_decay(tmp_path: Path) -> None:
+def test_the_average_follows_the_weights_at_its_decay_and_begins_with_each_stage(tmp_path: Path) -> None:
     """With decay 0 it is the current weights; near 1 it stays where the stage began."""
     means = {}
     for decay in (0.0, 0.999999):
-        keys = {"evaluation": held_out(tmp_path, every=1, samples_per_prompt=20), "ema": {"decay": decay}}
-        train_from_yaml(
-            write_run(tmp_path, stage(tmp_path, until={"iterations": 3}, **keys)), [], tmp_path / f"{decay}"
-        )
-        rows = [row["metrics"] for row in rows_of(tmp_path / f"{decay}")]
-        means[decay] = [(row["eval/a/mean"], row.get("eval_ema/a/mean")) for row in rows]
-    assert all(current == average for current, average in means[0.0][1:])
-    assert {average for _, average in means[0.999999][1:]} == {means[0.999999][0][0]}
-    assert len({current for current, _ in means[0.0]}) > 2
+        evaluation = held_out(tmp_path, every=1, samples_per_prompt=20)
+        stages = [stage(tmp_path, name, evaluation=evaluation, ema={"decay": decay}) for name in ("one", "two")]
+        train_from_yaml(write_run(tmp_path, *stages), [], tmp_path / f"{decay}")
+        means[decay] = [
+            [
+                (row["metrics"]["eval/a/mean"], row["metrics"].get("eval_ema/a/mean"))
+                for row in rows_of(tmp_path / f"{decay}")
+                if row["stage"] == name
+            ]
+            for name in ("one", "two")
+        ]
+    for following, standing in zip(means[0.0], means[0.999999], strict=True):
+        assert all(current == average for current, average in following[1:])
+        assert {average for _, average in standing[1:]} == {standing[0][0]}
+        assert len({current for current, _ in standing}) > 1
+    assert means[0.999999][0][0] != means[0.999999][1][0]
 
 
 @pytest.mark.parametrize(
