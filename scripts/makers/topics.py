@@ -59,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("assets/prompts"), help="folder to write to")
     out: Path = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
     train, held_out = topics(TRAIN), topics(HELD_OUT)
     if set(train) & set(held_out) or len(set(train)) < len(train) or len(set(held_out)) < len(held_out):
         raise SystemExit(f"topics repeat: {sorted(set(train) & set(held_out))}")
