@@ -39,7 +39,7 @@ def read_shard(path: Path) -> Iterator[Record]:
     with tarfile.open(path) as tar:
         files: dict[str, bytes] = {}
         for member in tar:
-            key, _, extension = member.name.partition(".")
+            _, _, extension = member.name.partition(".")
             stream = tar.extractfile(member)
             assert stream is not None
             files[extension] = stream.read()

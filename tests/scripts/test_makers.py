@@ -77,7 +77,7 @@ def test_flow_pipeline_is_small_and_draws(pipeline):
     images = pipeline(
         ["red heart", "pizza"],
         num_inference_steps=4,
-        max_sequence_length=0,
+        max_sequence_length=1,
         height=32,
         width=32,
         generator=torch.Generator().manual_seed(0),
@@ -88,7 +88,7 @@ def test_flow_pipeline_is_small_and_draws(pipeline):
 
 
 def test_flow_draws_alike_for_any_number_of_zero_text_tokens(pipeline):
-    """The pipeline's default of 256 zero vectors in place of T5's must give about the same image as none."""
+    """The pipeline's default of 256 zero vectors must give about the same image as one."""
     drawn = [
         pipeline(
             "red heart",
@@ -99,7 +99,7 @@ def test_flow_draws_alike_for_any_number_of_zero_text_tokens(pipeline):
             generator=torch.Generator().manual_seed(0),
             output_type="np",
         ).images
-        for length in (0, 256)
+        for length in (1, 256)
     ]
     assert np.abs(drawn[0] - drawn[1]).mean() < 0.05
 
@@ -136,10 +136,7 @@ def test_scorers_know_an_unseen_drawing_style(which, style):
     cosine = output.image_embeds @ output.text_embeds.T
     matched = cosine.diag()
     others = (cosine.sum() - matched.sum()) / (cosine.numel() - len(records))
-    assert matched.mean() - others > MATCHED_MARGIN[which]
-
-
-MATCHED_MARGIN = {"scorer": 0.1, "judge": 0.1}
+    assert matched.mean() - others > 0.15  # 0.21 measured for both
 
 
 def test_shard_bytes_depend_on_the_files_alone(tmp_path, monkeypatch):
