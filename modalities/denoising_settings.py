@@ -124,7 +124,12 @@ class DenoisingSampling(Settings):
         return self
 
     @model_validator(mode="after")
-    def _window_has_noise(self) -> DenoisingSampling:
+    def _deterministic_sampling_is_not_confused(self) -> DenoisingSampling:
+        if isinstance(self.sampler, Ode) and self.shared_initial_noise:
+            raise ValueError(
+                "with the sampler `ode` and shared_initial_noise all samples of a prompt would be the same; set "
+                "`shared_initial_noise: false`."
+            )
         if isinstance(self.sampler, Ode) and self.window is not None:
             raise ValueError("a window picks stochastic steps, and the sampler `ode` has none; set `window: null`.")
         return self
