@@ -1,4 +1,4 @@
-"""Splits the captions of faces into the quickstart's image prompts: concepts to train on, and other concepts held out."""
+"""Splits the captions of faces into the quickstart's image prompts: to train on, and held out."""
 
 from __future__ import annotations
 

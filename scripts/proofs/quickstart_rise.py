@@ -89,7 +89,7 @@ def main() -> None:
         "",
         f"Made by `scripts/proofs/quickstart_rise.py`: `{arguments.config}` in {len(arguments.seeds)} seeds, "
         f"{arguments.count} held-out prompts x {arguments.samples} samples before and after each stage. Differences "
-        "are paired by prompt, with Student's t-interval over prompts. In the *shuffled* runs the rewards of an iteration "
+        "are paired by prompt, with Student's t-interval over prompts. In the *shuffled* runs an iteration's rewards "
         "are permuted among its samples: nothing can be learned, and nothing may rise.",
     ]
     for stage in next(iter(results.values())):
