@@ -32,6 +32,7 @@ from common import (
     Record,
     contact_sheet,
     count_parameters,
+    forget_local_paths,
     images_to_tensor,
     load_checkpoint,
     load_in_float32,
@@ -380,6 +381,7 @@ def export(arguments: argparse.Namespace) -> None:
     pipeline.to(torch.float16).save_pretrained(target)
     for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
         load_in_float32(target / name)
+    forget_local_paths(target)
     print(f"exported step {state['step']} (loss {state['mean_loss']:.4f}) to {target}")
 
 

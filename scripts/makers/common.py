@@ -163,3 +163,10 @@ def load_in_float32(folder: Path) -> None:
         if "dtype" in part:
             part["dtype"] = "float32"
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def forget_local_paths(folder: Path) -> None:
+    """Drop the `_name_or_path` lines from the configs of an exported folder: they name folders of this machine."""
+    for path in folder.rglob("config.json"):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if '"_name_or_path"' not in line))

@@ -28,6 +28,7 @@ from common import (
     Muon,
     Record,
     count_parameters,
+    forget_local_paths,
     images_to_tensor,
     load_checkpoint,
     load_in_float32,
@@ -334,6 +335,7 @@ def export(arguments: argparse.Namespace) -> None:
     target = arguments.assets / "models" / f"emoji-{arguments.which}"
     model.half().save_pretrained(target)
     load_in_float32(target)
+    forget_local_paths(target)
     image_processor = CLIPImageProcessor(
         size={"shortest_edge": 32},
         crop_size={"height": 32, "width": 32},
