@@ -191,11 +191,20 @@ class DenoisingSettings(PolicyConfig):
         return family(name, self, folder, device, seed)
 
     def inspect(self) -> PolicySummary:
-        """Counts parameters from the folder's configurations and file headers. UserError if `sampling` does not fit."""
+        """Counts parameters from the folder's configurations and file headers.
+
+        UserError if `sampling` does not fit the model, or takes no decision that could be trained.
+        """
         family, folder = self._family()
         denoiser, vae = empty_module(folder, family.denoiser_component), empty_module(folder, "vae")
         process = family.process_type(component_config(folder, "scheduler"))
-        family.schedule_of(self.sampling, process, denoiser.config, vae.config)
+        schedule = family.schedule_of(self.sampling, process, denoiser.config, vae.config)
+        if not schedule.std.any():
+            raise UserError(
+                f"sampling.sampler: {schedule.sampler!r} draws no noise in any of the {self.sampling.steps} steps, so "
+                "nothing is decided and nothing can be trained; take a stochastic sampler (a deterministic one is "
+                "allowed in the evaluation's sampling)."
+            )
         family.make_trainable(denoiser, self.lora, seed=0)
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in denoiser.parameters()]
         return PolicySummary(

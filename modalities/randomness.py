@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from modalities.errors import UserError
+
 
 @dataclass(frozen=True)
 class SampleKey:
@@ -40,5 +42,10 @@ class SampleKey:
 
 def seeded_generator(*fields: int) -> torch.Generator:
     """A CPU generator seeded by a 63-bit BLAKE2b hash of the integer `fields`, in order."""
-    digest = hashlib.blake2b(struct.pack(f"<{len(fields)}q", *fields), digest_size=8).digest()
+    try:
+        packed = struct.pack(f"<{len(fields)}q", *fields)
+    except struct.error:
+        largest = max(fields, key=abs)
+        raise UserError(f"seed: {largest} does not fit into 64 bits; take a smaller one.") from None
+    digest = hashlib.blake2b(packed, digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -94,6 +94,18 @@ class UntilSettings(Settings):
             raise ValueError("a stage without an end: give `iterations`, `reward` or `plateau`")
         return self
 
+    def in_words(self) -> str:
+        """The conditions as a person says them."""
+        conditions = []
+        if self.iterations is not None:
+            conditions.append(f"{self.iterations} iteration{'s' * (self.iterations != 1)}")
+        if self.reward is not None:
+            patience = f", {self.reward.patience} times in a row" if self.reward.patience > 1 else ""
+            conditions.append(f"a reward of {self.reward.threshold:g}{patience}")
+        if self.plateau is not None:
+            conditions.append(f"a plateau over twice {self.plateau.window} iterations")
+        return " or ".join(conditions)
+
 
 class EvaluationSettings(Settings):
     """Held-out prompts, sampled with fixed seeds: before the stage, every N iterations, and after it."""

@@ -60,7 +60,7 @@ def check_from_yaml(path: str | Path, overrides: Sequence[str] = ()) -> None:
             f"{summary.parameters:,}",
             f"{summary.trainable_parameters:,}",
             f"{share:.2%}",
-            f"{training_gib(summary.parameters, summary.trainable_parameters, summary.bytes_per_parameter):.2f} GiB",
+            _size(training_gib(summary.parameters, summary.trainable_parameters, summary.bytes_per_parameter)),
         )
     console.print(table)
     for index, stage in enumerate(config.stages):
@@ -68,9 +68,13 @@ def check_from_yaml(path: str | Path, overrides: Sequence[str] = ()) -> None:
         console.print(
             f"stage {index} [bold]{stage.name}[/]: {stage.algorithm.name} on {stage.policy}, "
             f"{stage.prompts_per_iteration} prompts x {stage.group_size} samples = {rows} per iteration, "
-            f"rewards {', '.join(stage.rewards)}; ends at {stage.until.model_dump(exclude_none=True)}"
+            f"rewards {', '.join(stage.rewards)}; ends at {stage.until.in_words()}"
         )
     console.print("[green]the configuration is valid[/]")
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib * 1024:.1f} MiB"
 
 
 def training_gib(parameters: int, trainable: int, bytes_per_parameter: int) -> float:

@@ -182,9 +182,16 @@ def environment_changes(manifest: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the run folder against a second process; the lock dies with the process. Raises UserError if it is held."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as handle:
+    """Holds the run folder against a second process; the lock dies with the process.
+
+    Raises UserError if it is held, or if there can be no such folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"folder {str(folder)!r} cannot be written: {error.strerror}. Choose another.") from None
+    with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

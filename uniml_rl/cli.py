@@ -154,7 +154,7 @@ def export(
 ) -> None:
     """Export a trained model as a folder that plain transformers or diffusers load with `from_pretrained`.
 
-    Example: [bold]uniml-rl export runs/quickstart --policy image --to models/aligned[/bold]
+    Example: [bold]uniml-rl export runs/quickstart --policy painter --to models/aligned[/bold]
     """
     with _well_behaved(verbose):
         from uniml_rl.saved import export_from

@@ -12,18 +12,21 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text as Styled
 
 from modalities.base import Policy, Request
 from modalities.errors import UserError, did_you_mean
 from modalities.randomness import SampleKey
-from modalities.samples import Prompt
+from modalities.samples import Prompt, Text
 from rewards.combine import RewardSet
 from uniml_rl.build import POLICIES, RunConfig, StageConfig, build_policy, evaluation_sampling, part_names
 from uniml_rl.checkpoint import MANIFEST, Checkpoint, CheckpointStore, load_checkpoint
 from uniml_rl.config import TypedBlock, load_yaml, overlay, validate
 from uniml_rl.evaluation import Evaluator, held_out_names, summary
 from uniml_rl.export import export_policy
-from uniml_rl.monitor.samples import save_samples
+from uniml_rl.monitor.progress import make_console
+from uniml_rl.monitor.samples import save_samples, shown_text
+from uniml_rl.monitor.tables import printable_lines
 from uniml_rl.run import CONFIG_FILE
 
 _MODEL_FILES = {"model_index.json": "image", "config.json": "text"}
@@ -158,8 +161,14 @@ def sample_from(
     with torch.no_grad():
         trajectory = model.rollout(requests, sampling)
         samples = model.decode(trajectory)
-    path = save_samples(target, f"seed-{seed}", samples, trajectory.leaf_prompts(), {})
-    Console().print(f"{len(samples)} samples: [bold]{path}[/]")
+    prompts_of_samples = trajectory.leaf_prompts()
+    path = save_samples(target, f"seed-{seed}", samples, prompts_of_samples, {}, rows=len(chosen))
+    console = make_console()
+    for prompt, drawn in zip(prompts_of_samples, samples, strict=True):
+        if isinstance(drawn, Text):
+            console.print(Styled("\n".join(printable_lines(prompt.text)), style="bold"), soft_wrap=True)
+            console.print(Styled("\n".join(f"  {line}" for line in printable_lines(shown_text(drawn)))), soft_wrap=True)
+    console.print(f"{len(samples)} sample{'s' * (len(samples) != 1)}: [bold]{path}[/]", soft_wrap=True)
     return path
 
 

@@ -147,6 +147,9 @@ class Option:
             return field_options(field)
         if isinstance(self.kind, TypedBlock) and key == "type":
             return options(str)
+        if key == "type" and isinstance(self.kind, type) and issubclass(self.kind, BaseModel):
+            field = self.kind.model_fields.get("type")  # of another `type` than this block's, the only one there is
+            return field_options(field) if field is not None else []
         if not isinstance(origin, type) or not arguments:
             return []
         if issubclass(origin, Mapping):

@@ -11,6 +11,7 @@ from denoising_helpers import image_policy, perturb, replayed, requests, segment
 
 from modalities.base import Cut
 from modalities.denoising import DenoisingPolicy
+from modalities.errors import UserError
 from modalities.samples import Image
 
 LOG_PROB = frozenset({"log_prob"})
@@ -305,6 +306,12 @@ def test_inspection_counts_what_is_built(make: Make) -> None:
         assert summary.parameters == sum(parameter.numel() for parameter in parameters)
         assert summary.trainable_parameters == sum(p.numel() for p in parameters if p.requires_grad)
         assert (summary.sample_kind, summary.decisions) == (policy.sample_kind, policy.decisions())
+
+
+def test_inspection_refuses_to_train_a_sampler_that_decides_nothing(make: Make) -> None:
+    settings = make({"sampler": {"type": "ode"}}).settings
+    with pytest.raises(UserError, match=r"sampling\.sampler: 'ode' draws no noise"):
+        settings.inspect()
 
 
 # Given samples

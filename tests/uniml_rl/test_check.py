@@ -11,6 +11,7 @@ from toy_policy import ToyPolicy
 from toy_runs import held_out, stage, write_run
 
 from modalities.errors import UserError
+from uniml_rl.build import UntilSettings
 from uniml_rl.check import check_from_yaml, training_gib
 from uniml_rl.trainer import Trainer
 
@@ -27,7 +28,9 @@ def test_a_valid_configuration_is_described(tmp_path: Path, capsys: pytest.Captu
     config = write_run(tmp_path, stage(tmp_path, "one"), stage(tmp_path, "two", evaluation=held_out(tmp_path)))
     check_from_yaml(config)
     said = " ".join(capsys.readouterr().out.split())
-    assert "stage 1 two: grpo on letters, 2 prompts x 3 samples = 6 per iteration, rewards a" in said
+    assert (
+        "stage 1 two: grpo on letters, 2 prompts x 3 samples = 6 per iteration, rewards a; ends at 2 iterations" in said
+    )
     assert "the configuration is valid" in said
     assert "100.00%" in said
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
@@ -97,3 +100,16 @@ def test_a_real_models_counts_are_shown(tmp_path: Path, capsys: pytest.CaptureFi
     check_from_yaml(write_run(tmp_path, stage(tmp_path, policy="writer"), policies=policies))
     said = capsys.readouterr().out
     assert "writer" in said and "the configuration is valid" in said
+
+
+@pytest.mark.parametrize(
+    ("until", "words"),
+    [
+        ({"iterations": 1}, "1 iteration"),
+        ({"iterations": 9, "reward": {"threshold": 0.5}}, "9 iterations or a reward of 0.5"),
+        ({"reward": {"threshold": 2, "patience": 3}}, "a reward of 2, 3 times in a row"),
+        ({"plateau": {"window": 4}}, "a plateau over twice 4 iterations"),
+    ],
+)
+def test_the_end_of_a_stage_in_words(until: dict, words: str) -> None:
+    assert UntilSettings.model_validate(until).in_words() == words

@@ -102,6 +102,8 @@ class Stage(Settings):
     """Two numbers."""
     strict: bool = False
     """A switch."""
+    only: Circle = Circle(radius=1)
+    """The only shape of its kind."""
 
 
 class Run(Settings):
@@ -345,6 +347,7 @@ WRONG_OVERRIDES = {
     "stages.first.shape={type: square, side: 2}": ["shape.side: unknown key; allowed here: type, lambda"],
     "stages.first.shape={type: triangl}": ["stages.first.shape.type: triangl: must be one of 'circle', 'square'"],
     "stages.first.shape={radius: 1}": ["stages.first.shape.type: must be one of 'circle', 'square'"],
+    "stages.first.only={type: circel, radius: 1}": ["stages.first.only.type: circel: must be 'circle'; did you mean"],
     "stages.first.speakers.one.volume=3": ["stages.first.speakers.one.volume: 3: must be a number > 0 and < 1"],
     "stages.first.speakers.one.volum=3": ["one.volum: unknown key; allowed here: volume, repeats; did you mean"],
     "stages.first.speakers.one.type=lod": ["one.type: lod: must be one of loud, quiet", "did you mean 'loud'?"],

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modalities.errors import UserError
+from modalities.randomness import seeded_generator
 from modalities.samples import Prompt
 from uniml_rl.data.streams import SOURCE_STRIDE, DrawnPrompt, MixedPromptStream, PromptStream, RecordPromptStream
 
@@ -145,3 +146,8 @@ def test_impossible_shares_are_errors() -> None:
         MixedPromptStream([records(3), mixture([3, 3], [1, 1])], [1, 1])
     with pytest.raises(ValueError, match="no prompts"):
         records(0)
+
+
+def test_a_seed_beyond_64_bits_is_a_mistake_of_the_user() -> None:
+    with pytest.raises(UserError, match="seed: 1180591620717411303424 does not fit"):
+        seeded_generator(2**70, 0)

@@ -9,8 +9,9 @@ from pydantic import ValidationError
 from torch import nn
 from toy_runs import on_ranks
 
+from modalities.errors import UserError
 from uniml_rl.engines.base import OptimizerSettings, ScheduleSettings
-from uniml_rl.engines.torch_engine import TorchEngine, learning_rate_at
+from uniml_rl.engines.torch_engine import TorchEngine, TorchEngineConfig, learning_rate_at
 
 
 def weights(*values: float) -> nn.Module:
@@ -69,6 +70,19 @@ def test_schedules_are_torchs_own() -> None:
 def test_a_schedule_that_would_do_nothing_is_refused(schedule: dict, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         OptimizerSettings.model_validate({"schedule": schedule})
+
+
+@pytest.mark.parametrize("betas", [(0.9, 1.5), (1.0, 0.9), (-0.1, 0.9)])
+def test_decay_rates_that_adamw_cannot_take_are_refused(betas: tuple[float, float]) -> None:
+    with pytest.raises(ValidationError, match="betas"):
+        OptimizerSettings(betas=betas)
+
+
+def test_a_device_that_is_not_there_is_a_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert TorchEngineConfig().resolve_device() == "cpu"
+    with pytest.raises(UserError, match=r"engine\.device: cuda: .* use auto or cpu"):
+        TorchEngineConfig(device="cuda").resolve_device()
 
 
 def test_sgd_refuses_the_keys_of_adamw_and_reads_its_own_dump() -> None:

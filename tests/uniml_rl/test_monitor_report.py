@@ -88,12 +88,12 @@ def test_the_page_shows_every_reward_grid_and_command(tmp_path: Path) -> None:
         tmp_path, "quickstart", [report(grids=grids, notes=["30 iterations"])], ["uniml-rl eval x"], console
     )
     page = path.read_text(encoding="utf-8")
-    assert "| brevity | 0.1000 | 0.4000 | +0.3000 | &#91;+0.2000, +0.4000&#93; | 64 |" in page
+    assert "| brevity | 0.1000 | 0.4000 | +0.3000 | +0.2000 to +0.4000 | 64 |" in page
     assert "| ju&#124;dge &#91;b&#93; (held out) | 0.5000 | 0.4000 | -0.1000 | n/a | 1 (3 left out) |" in page
     assert "![samples/after.png](<samples/after.png>)" in page and "\n[samples/table.md](<samples/table.md>)" in page
     assert "uniml-rl eval x" in page and "30 iterations" in page
     printed = console.export_text()
-    for expected in ("ju|dge [b] (held out)", "[+0.2000, +0.4000]", "uniml-rl eval x", "30 iterations", str(grids[0])):
+    for expected in ("ju|dge [b] (held out)", "+0.2000 to +0.4000", "uniml-rl eval x", "30 iterations", str(grids[0])):
         assert expected in printed
 
 

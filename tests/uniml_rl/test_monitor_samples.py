@@ -104,7 +104,7 @@ def test_a_text_table_has_a_line_per_sample(tmp_path: Path) -> None:
         ["prompt", "sample", "r"],
         ["---", "---", "---"],
         ["prompt 0", "fine", "0.500"],
-        ["", "a&#124;b<br>&#42; c &#91;cut off&#93;", "n/a"],
+        ["", "a&#124;b<br>&#42; c (cut off)", "n/a"],
         ["prompt 1", "", "-1.000"],
         ["", "last", "2.000"],
     ]

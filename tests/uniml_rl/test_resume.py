@@ -156,6 +156,13 @@ def test_a_folder_in_use_is_refused(config: Path, tmp_path: Path) -> None:
         train_from_yaml(config, [], tmp_path / "run")
 
 
+@pytest.mark.parametrize("folder", ["file", "file/inside"])
+def test_a_folder_that_cannot_be_is_refused(config: Path, tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").write_text("taken")
+    with pytest.raises(UserError, match=f"folder '.*{folder}' cannot be written"):
+        train_from_yaml(config, [], tmp_path / folder)
+
+
 def test_a_damaged_checkpoint_is_named(uninterrupted: Path) -> None:
     path = checkpoint.CheckpointStore(uninterrupted / "checkpoints", 1).latest()
     assert path is not None

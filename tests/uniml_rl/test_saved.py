@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image as Picture
 from tiny_models_text import tiny_gpt2
 from toy_policy import ToyPolicy
 from toy_runs import COUNT_A, COUNT_B, held_out, interrupt, rows_of, stage, weights_of, write_run
 
 from modalities.base import Trajectory
 from modalities.errors import UserError
+from modalities.samples import Image
 from uniml_rl.run import train_from_yaml
 from uniml_rl.saved import evaluate_from, export_from, open_run, sample_from
 
@@ -153,10 +155,14 @@ def test_a_prompt_that_is_no_text_is_refused(run: Path, tmp_path: Path, prompt: 
         train_from_yaml(write_run(tmp_path, block), [], tmp_path / "run")
 
 
-def test_a_plain_model_folder_is_sampled_and_has_no_policies(tmp_path: Path) -> None:
+def test_a_plain_model_folder_is_sampled_and_has_no_policies(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = tiny_gpt2(tmp_path / "model")
     path = sample_from(str(model), ["a b"], 2, 0, tmp_path / "out", ["max_new_tokens=3"])
     assert len(path.read_text().splitlines()) == 4
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == said[2] == "a b"
+    assert said[1].startswith("  ")
+    assert said[-1] == f"2 samples: {path}"
     with pytest.raises(UserError, match=r"--policy x: .* is no run, so it has no policies"):
         sample_from(str(model), ["a b"], 2, 0, tmp_path / "out", (), "x")
 
@@ -175,3 +181,16 @@ def test_a_policy_whose_samples_branch_is_sampled(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(ToyPolicy, "rollout", branching)
     text = sample_from(str(run), ["first", "second"], 1, 0, tmp_path).read_text()
     assert [line.split("|")[1].strip() for line in text.splitlines()[2:]] == ["first", "", "second", ""]
+
+
+def test_a_picture_of_every_prompt_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    train_from_yaml(write_run(tmp_path, stage(tmp_path)), [], run)
+    monkeypatch.setattr(
+        ToyPolicy, "decode", lambda policy, trajectory: [Image(torch.zeros(3, 8, 8)) for _ in trajectory.requests]
+    )
+    heights = {}
+    for count in (10, 20):
+        path = sample_from(str(run), [f"prompt {index}" for index in range(count)], 1, 0, tmp_path / str(count))
+        heights[count] = Picture.open(path).height
+    assert heights[20] > 1.8 * heights[10]

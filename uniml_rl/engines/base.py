@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -36,6 +36,9 @@ class ScheduleSettings(Settings):
         return self
 
 
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSettings(Settings):
     """One optimizer over one set of modules (the policy's, or the critic's)."""
 
@@ -43,7 +46,7 @@ class OptimizerSettings(Settings):
     """AdamW (Loshchilov & Hutter 2017) or plain SGD without momentum."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
     """AdamW's denominator offset."""

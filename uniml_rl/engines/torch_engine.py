@@ -11,6 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from modalities.errors import UserError
 from modalities.settings import Settings
 from uniml_rl.engines.base import Engine, OptimizerSettings, ScheduleSettings, StepReport
 
@@ -30,9 +31,11 @@ class TorchEngineConfig(Settings):
     """Ends the run after this many optimizer steps in a row that were skipped for a non-finite gradient."""
 
     def resolve_device(self) -> str:
-        """The device that `auto` stands for on this machine."""
+        """The device that `auto` stands for on this machine. UserError if the one that is asked for is not there."""
         if self.device == "auto":
             return "cuda" if torch.cuda.is_available() else "cpu"
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("engine.device: cuda: torch finds no CUDA device on this machine; use auto or cpu.")
         return self.device
 
     def build(self) -> TorchEngine:

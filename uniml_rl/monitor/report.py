@@ -141,7 +141,7 @@ def _cells(report: StageReport) -> list[list[str]]:
     lines = []
     for name, paired in report.rewards.items():
         prompts = str(paired.prompts) + (f" ({paired.dropped} left out)" if paired.dropped else "")
-        interval = "n/a" if math.isnan(paired.low) else f"[{paired.low:+.4f}, {paired.high:+.4f}]"
+        interval = "n/a" if math.isnan(paired.low) else f"{paired.low:+.4f} to {paired.high:+.4f}"
         figures = [
             _number(paired.before, ".4f"),
             _number(paired.after, ".4f"),

@@ -116,10 +116,15 @@ def _table(folder: Path, name: str, rows: list[_PromptRow]) -> list[str]:
     return markdown_table(headings, lines)
 
 
+def shown_text(sample: Text) -> str:
+    """The text, marked where it ends for want of room."""
+    return sample.text if sample.finished else f"{sample.text} (cut off)"
+
+
 def _content(sample: Sample, folder: Path, sound_file: str) -> str:
     """The text, or a link to the sound, which is written."""
     if isinstance(sample, Text):
-        return sample.text if sample.finished else f"{sample.text} [cut off]"
+        return shown_text(sample)
     if isinstance(sample, Audio):
         (folder / sound_file).parent.mkdir(exist_ok=True)
         write_wav(folder / sound_file, sample)

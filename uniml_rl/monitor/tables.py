@@ -12,9 +12,13 @@ def escape(text: str) -> str:
     """The text as the content of one Markdown table cell: markup inert, line breaks visible, nothing unprintable."""
     if len(text) > _LONGEST:
         text = text[:_LONGEST] + f" ... ({len(text) - _LONGEST} characters more)"
-    lines = text.translate(_MARKUP).replace("\r\n", "\n").split("\n")
-    printable = ("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line) for line in lines)
-    return "<br>".join(printable)
+    return "<br>".join(printable_lines(text.translate(_MARKUP)))
+
+
+def printable_lines(text: str) -> list[str]:
+    """The lines of a text, with an escape in place of everything that a terminal would obey and not show."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    return ["".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line) for line in lines]
 
 
 class Markup(str):
