@@ -295,7 +295,10 @@ class RunConfig(Settings):
             raise ValueError(f"policies {unused} are trained by no stage; remove them")
         for stage in self.stages:
             if stage.evaluation is not None:
-                evaluation_sampling(self.policies[stage.policy], stage.evaluation)
+                try:
+                    evaluation_sampling(self.policies[stage.policy], stage.evaluation)
+                except ValueError as error:
+                    raise ValueError(f"stage {stage.name!r}: {error}") from None
         return self
 
 

@@ -31,7 +31,7 @@ def train_from_yaml(path: str | Path, overrides: Sequence[str] = (), folder: str
     config = validate(RunConfig, loaded)
     run_folder = Path(folder or config.folder or Path("runs") / config.name)
     with locked(run_folder):
-        _claim(run_folder, config, str(path))
+        _compare(run_folder, config, str(path))
         train(config, loaded, run_folder)
 
 
@@ -52,6 +52,7 @@ def train(config: RunConfig, loaded: LoadedConfig, folder: Path) -> None:
                     progress.note(f"changed since the checkpoint, so bits may differ: {line}")
             progress.activity("checking the configuration")
             preflight(config, loaded)
+            _save_config(folder, config)
             curriculum.run()
     writer.close()
     write_report(folder, config.name, curriculum.reports(), next_commands(config, folder), console)
@@ -68,13 +69,19 @@ def next_commands(config: RunConfig, folder: Path) -> list[str]:
     ]
 
 
-def _claim(folder: Path, config: RunConfig, path: str) -> None:
-    """Saves the resolved configuration with a new run, or makes sure that the folder's own is the same."""
+def _save_config(folder: Path, config: RunConfig) -> None:
+    """Saves the resolved configuration with a new run, which has passed every check: a wrong one claims no folder."""
     saved = folder / CONFIG_FILE
     if not saved.exists():
         aside = saved.with_suffix(".writing")
         aside.write_text(resolved_dump(config), encoding="utf-8")
         aside.rename(saved)
+
+
+def _compare(folder: Path, config: RunConfig, path: str) -> None:
+    """Raises UserError with the differences if the folder holds a run of another configuration."""
+    saved = folder / CONFIG_FILE
+    if not saved.exists():
         return
     old = load_yaml(saved).values
     new = config.model_dump(mode="json", by_alias=True)

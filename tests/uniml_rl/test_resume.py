@@ -156,6 +156,14 @@ def test_a_folder_in_use_is_refused(config: Path, tmp_path: Path) -> None:
         train_from_yaml(config, [], tmp_path / "run")
 
 
+def test_a_configuration_that_fails_its_check_claims_no_folder(config: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere"):
+        train_from_yaml(config, ["stages.first.prompts.path=nowhere.txt"], tmp_path / "run")
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    with pytest.raises(UserError, match=r"stage 'first': evaluation\.sampling"):
+        train_from_yaml(config, ["stages.first.evaluation.sampling={temprature: 1}"], tmp_path / "run")
+
+
 @pytest.mark.parametrize("folder", ["file", "file/inside"])
 def test_a_folder_that_cannot_be_is_refused(config: Path, tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").write_text("taken")
