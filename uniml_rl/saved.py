@@ -143,6 +143,8 @@ def sample_from(
     for position, text in enumerate(prompts):
         if not isinstance(text, str) or not text.strip():
             raise UserError(f"prompt {position} must be a text that is not blank, but is {text!r}.")
+    if out is not None and Path(out).exists() and not Path(out).is_dir():
+        raise UserError(f"--out {out} is a file; name a folder for the samples.")
     if _is_run(Path(source)):
         run = open_run(source)
         name = run.policy_name(policy)

@@ -155,6 +155,13 @@ def test_a_prompt_that_is_no_text_is_refused(run: Path, tmp_path: Path, prompt: 
         train_from_yaml(write_run(tmp_path, block), [], tmp_path / "run")
 
 
+def test_samples_never_go_where_a_file_is(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine")
+    with pytest.raises(UserError, match="taken is a file"):
+        sample_from(str(run), ["one"], 1, 0, tmp_path / "taken")
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
 def test_a_plain_model_folder_is_sampled_and_has_no_policies(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = tiny_gpt2(tmp_path / "model")
     path = sample_from(str(model), ["a b"], 2, 0, tmp_path / "out", ["max_new_tokens=3"])
