@@ -31,7 +31,14 @@ from modalities.base import (
 )
 from modalities.codec_tokens import CodecTokenModel, Decisions, delay_pattern, delays
 from modalities.errors import UserError
-from modalities.lora import LoraSettings, attach_lora, lora_layers, merged_state_dict, save_adapter
+from modalities.lora import (
+    LoraSettings,
+    attach_lora,
+    lora_layers,
+    merged_state_dict,
+    require_float32_when_trained,
+    save_adapter,
+)
 from modalities.samples import Audio, Sample
 from modalities.sources import loading, resolve_model
 from modalities.tokens import (
@@ -39,6 +46,7 @@ from modalities.tokens import (
     choose_tokens,
     cuts_by_length,
     left_pad,
+    require_trainable,
     uniform_draws,
 )
 from modalities.weights import WeightSets
@@ -75,20 +83,11 @@ class AudioPolicyConfig(PolicyConfig):
     sampling: CodecSampling = CodecSampling()
     """How sounds are drawn for training."""
 
-    @field_validator("sampling")
-    @classmethod
-    def _sampling_can_be_trained(cls, sampling: CodecSampling) -> CodecSampling:
-        if reason := sampling.why_untrainable():
-            raise ValueError(reason)
-        return sampling
+    _sampling_can_be_trained = field_validator("sampling")(require_trainable)
 
     @model_validator(mode="after")
     def _trained_weights_are_float32(self) -> AudioPolicyConfig:
-        if self.lora is None and self.dtype != "float32":
-            raise ValueError(
-                f"dtype: {self.dtype} is the type of frozen weights, but without `lora` every weight of the decoder is "
-                "trained, in float32. Remove dtype, or add a `lora` block."
-            )
+        require_float32_when_trained(self.dtype, self.lora)
         return self
 
     def _source(self) -> Path | str:

@@ -319,11 +319,6 @@ class SamplerBackend(Protocol):
         ...
 
 
-def select_request_rows(trajectory: Trajectory, rows: Sequence[int]) -> list[Request]:
-    """The requests of the given rows of the first segment."""
-    return [trajectory.requests[row] for row in rows]
-
-
 def with_parent(segment: Segment, parent: Tensor) -> Segment:
     """The segment as a continuation: row b continues row `parent[b]` of the segment before it."""
     return replace(segment, parent=parent)

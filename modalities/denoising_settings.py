@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from modalities.base import PolicyConfig, PolicySummary
 from modalities.errors import UserError
-from modalities.lora import LoraSettings
+from modalities.lora import LoraSettings, require_float32_when_trained
 from modalities.pipeline_folder import (
     component_config,
     empty_module,
@@ -167,11 +167,7 @@ class DenoisingSettings(PolicyConfig):
 
     @model_validator(mode="after")
     def _trained_weights_are_float32(self) -> DenoisingSettings:
-        if self.lora is None and self.dtype != "float32":
-            raise ValueError(
-                f"dtype: {self.dtype} is the type of frozen weights, but without `lora` every weight of the denoiser "
-                "is trained, in float32. Remove dtype, or add a `lora` block."
-            )
+        require_float32_when_trained(self.dtype, self.lora)
         return self
 
     def families(self) -> Families:

@@ -34,6 +34,15 @@ class LoraSettings(Settings):
     feed-forward projections."""
 
 
+def require_float32_when_trained(dtype: str, lora: LoraSettings | None) -> None:
+    """Raises ValueError for frozen weights' dtype on weights that are trained: without an adapter, all of them are."""
+    if lora is None and dtype != "float32":
+        raise ValueError(
+            f"dtype: {dtype} is the type of frozen weights, but without `lora` every weight is trained, in float32. "
+            "Remove dtype, or add a `lora` block."
+        )
+
+
 def attach_lora(module: nn.Module, settings: LoraSettings, default_targets: Sequence[str], seed: int) -> None:
     """Freezes `module` and adds a float32 adapter to it in place, initialised from `seed` alone.
 

@@ -32,12 +32,19 @@ from modalities.base import (
 )
 from modalities.causal_lm import CausalTokenModel, checkpoint_layers
 from modalities.errors import UserError
-from modalities.lora import LoraSettings, attach_lora, lora_layers, merged_state_dict, save_adapter
+from modalities.lora import (
+    LoraSettings,
+    attach_lora,
+    lora_layers,
+    merged_state_dict,
+    require_float32_when_trained,
+    save_adapter,
+)
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample, Text
 from modalities.sources import loading, resolve_model
 from modalities.token_sampler import InProcessSampler
-from modalities.tokens import TokenSampling, cuts_by_length, distinct, left_pad, replay_tokens
+from modalities.tokens import TokenSampling, cuts_by_length, distinct, left_pad, replay_tokens, require_trainable
 from modalities.weights import WeightSets
 
 DEFAULT_LORA_TARGETS = (
@@ -75,20 +82,11 @@ class TextPolicyConfig(PolicyConfig):
     sampling: TokenSampling = TokenSampling()
     """How responses are drawn for training."""
 
-    @field_validator("sampling")
-    @classmethod
-    def _sampling_can_be_trained(cls, sampling: TokenSampling) -> TokenSampling:
-        if reason := sampling.why_untrainable():
-            raise ValueError(reason)
-        return sampling
+    _sampling_can_be_trained = field_validator("sampling")(require_trainable)
 
     @model_validator(mode="after")
     def _keys_agree(self) -> TextPolicyConfig:
-        if self.lora is None and self.dtype != "float32":
-            raise ValueError(
-                f"dtype: {self.dtype} is the type of frozen weights, but without `lora` every weight is trained, in "
-                "float32. Remove dtype, or add a `lora` block."
-            )
+        require_float32_when_trained(self.dtype, self.lora)
         if self.system_prompt is not None and self.chat_template is False:
             raise ValueError("system_prompt needs the chat template, but chat_template is false.")
         return self

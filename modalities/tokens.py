@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from pydantic import Field
@@ -45,6 +45,16 @@ class SoftmaxSampling(Settings):
                     f"one, so ratios would be wrong; leave {key} out (it is allowed in the evaluation's sampling)."
                 )
         return None
+
+
+AnySampling = TypeVar("AnySampling", bound=SoftmaxSampling)
+
+
+def require_trainable(sampling: AnySampling) -> AnySampling:
+    """The sampling itself; ValueError with the reason if samples drawn like this cannot be trained on."""
+    if reason := sampling.why_untrainable():
+        raise ValueError(reason)
+    return sampling
 
 
 class TokenSampling(SoftmaxSampling):
