@@ -16,6 +16,7 @@ from uniml_rl.algorithms.presets import merge_preset
 from uniml_rl.algorithms.settings import GROUP_ESTIMATORS, AlgorithmSettings
 from uniml_rl.config import overlay, typed_block, validate
 from uniml_rl.engines.base import OptimizerSettings
+from uniml_rl.schema import mistake_at
 
 POLICIES = {
     "text": "modalities.text:TextPolicyConfig",
@@ -261,44 +262,44 @@ class RunConfig(Settings):
     def _names_fit(cls, stages: list[StageConfig], info: ValidationInfo) -> list[StageConfig]:
         policies = info.data.get("policies", {})
         seen: dict[str, StageConfig] = {}
-        for stage in stages:
+        for index, stage in enumerate(stages):
             if stage.name in seen:
-                raise ValueError(f"two stages are named {stage.name!r}; names are unique")
+                raise mistake_at((index, "name"), "another stage has this name; names are unique", stage.name)
             if policies and stage.policy not in policies:
-                raise ValueError(
-                    f"stage {stage.name!r}: policy {stage.policy!r} is not one of {sorted(policies)}"
-                    + did_you_mean(stage.policy, policies)
-                )
-            for rehearsal in stage.rehearsal:
+                message = f"must be one of the policies {sorted(policies)}{did_you_mean(stage.policy, policies)}"
+                raise mistake_at((index, "policy"), message, stage.policy)
+            for number, rehearsal in enumerate(stage.rehearsal):
                 earlier = seen.get(rehearsal.stage)
                 if earlier is None or earlier.policy != stage.policy:
-                    raise ValueError(
-                        f"stage {stage.name!r}: rehearsal of {rehearsal.stage!r}, which is no earlier stage of policy "
-                        f"{stage.policy!r}" + did_you_mean(rehearsal.stage, seen)
+                    message = (
+                        f"must be an earlier stage of policy {stage.policy!r}{did_you_mean(rehearsal.stage, seen)}"
                     )
-            if sum(rehearsal.share for rehearsal in stage.rehearsal) >= 1:
-                raise ValueError(f"stage {stage.name!r}: rehearsal shares add up to 1 or more")
+                    raise mistake_at((index, "rehearsal", number, "stage"), message, rehearsal.stage)
+            shares = [rehearsal.share for rehearsal in stage.rehearsal]
+            if sum(shares) >= 1:
+                raise mistake_at((index, "rehearsal"), "the shares add up to 1 or more", shares)
             seen[stage.name] = stage
         return stages
 
     @model_validator(mode="after")
     def _policies_are_used(self) -> RunConfig:
         for name, block in self.policies.items():
-            for part in part_names(block):
+            for number, part in enumerate(part_names(block)):
                 if part not in self.policies:
-                    raise ValueError(
-                        f"policy {name!r}: part {part!r} is not one of {sorted(self.policies)}"
-                        + did_you_mean(part, self.policies)
-                    )
+                    message = f"must be one of the policies {sorted(self.policies)}{did_you_mean(part, self.policies)}"
+                    raise mistake_at(("policies", name, "parts", number), message, part)
         unused = sorted(set(self.policies) - policies_of(self, self.stages))
         if unused:
-            raise ValueError(f"policies {unused} are trained by no stage; remove them")
-        for stage in self.stages:
+            raise mistake_at(
+                ("policies", unused[0]), "no stage trains this policy; remove it", self.policies[unused[0]]
+            )
+        for index, stage in enumerate(self.stages):
             if stage.evaluation is not None:
                 try:
                     evaluation_sampling(self.policies[stage.policy], stage.evaluation)
                 except ValueError as error:
-                    raise ValueError(f"stage {stage.name!r}: {error}") from None
+                    message = str(error).removeprefix("evaluation.sampling: ")
+                    raise mistake_at(("stages", index, "evaluation", "sampling"), message, {}) from None
         return self
 
 

@@ -100,13 +100,18 @@ class TypedBlock:
                 raise UserError(f"required: one of {', '.join(self.registry)}, or your own 'module:Class'")
             block = self.import_class(name)
         except UserError as error:
-            reason = PydanticCustomError(COMPONENT_ERROR, "{reason}", {"reason": str(error)})
-            details = InitErrorDetails(type=reason, loc=("type",), input=name or {})
-            raise ValidationError.from_exception_data(self.what, [details]) from None
+            raise mistake_at(("type",), str(error), name or {}) from None
         # A class that declares its own `type` gets it, unless it was found by its import path.
         states_type = "type" in block.model_fields and name in self.registry
         rest = {key: value for key, value in values.items() if key != "type"} | ({"type": name} if states_type else {})
         return block.model_validate(rest, context=info.context)
+
+
+def mistake_at(location: tuple[str | int, ...], message: str, value: Any) -> ValidationError:
+    """What a validator raises for a mistake deeper inside its value, so that the message names that key and line."""
+    reason = PydanticCustomError(COMPONENT_ERROR, "{reason}", {"reason": message})
+    details = InitErrorDetails(type=reason, loc=location, input=value)
+    return ValidationError.from_exception_data("mistake", [details])
 
 
 def typed_block(registry: Mapping[str, str], what: str, default: str | None = None) -> TypedBlock:

@@ -132,7 +132,7 @@ def test_what_a_run_leaves_can_be_opened(finished: Finished, config: Path) -> No
 
 
 def test_a_part_that_does_not_exist_is_named(config: Path) -> None:
-    with pytest.raises(UserError, match=r"part 'leters' is not one of .*; did you mean 'letters'"):
+    with pytest.raises(UserError, match=r"leters: must be one of the policies .*; did you mean 'letters'"):
         check_from_yaml(config, ["policies.both.parts=[leters, painter]"])
 
 

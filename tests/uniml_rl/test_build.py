@@ -1,0 +1,71 @@
+"""The schema of a run: what contradicts itself is one message at the line of the key that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from toy_runs import TOY, held_out, load_run, stage, write_run
+
+from modalities.errors import UserError
+
+CHAIN = {"type": "chain", "parts": ["letters", "leters"]}
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "an unknown policy": ({"policy": "leters"}, {}, "policy", "leters: must be one of the policies .*'letters'"),
+    "a name twice": ({"name": "fine"}, {}, "name", "fine: another stage has this name"),
+    "an unknown rehearsal": (
+        {"rehearsal": [{"stage": "fin", "share": 0.5}]}, {}, "rehearsal.0.stage",
+        "fin: must be an earlier stage of policy 'letters'; did you mean 'fine'",
+    ),
+    "too much rehearsal": (
+        {"rehearsal": [{"stage": "fine", "share": 0.5}, {"stage": "fine", "share": 0.5}]}, {}, "rehearsal",
+        "the shares add up to 1 or more",
+    ),
+    "sampling of a policy that has none": (
+        {"evaluation": {"sampling": {"steps": 3}}}, {}, "evaluation.sampling", "this policy has no sampling settings"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_contradiction_is_said_at_the_key_of_its_own_stage(case: str, tmp_path: Path) -> None:
+    keys, _, key, message = WRONG[case]
+    keys = {name: held_out(tmp_path) | value if name == "evaluation" else value for name, value in keys.items()}
+    wrong = stage(tmp_path, "wrong") | keys
+    path = write_run(tmp_path, stage(tmp_path, "fine"), wrong, policies={"letters": TOY})
+    with pytest.raises(UserError, match=message) as caught:
+        load_run(path)
+    where = _line(path, ["stages", 1, *(int(part) if part.isdecimal() else part for part in key.split("."))])
+    assert str(caught.value).startswith(f"{path}:{where}: stages.{wrong['name']}.{key}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "key", "message"),
+    [
+        ("both", CHAIN, "parts.1", "leters: must be one of the policies .*did you mean 'letters'"),
+        ("idle", TOY, "", "no stage trains this policy"),
+    ],
+)
+def test_a_policy_that_does_not_fit_is_said_at_its_own_line(
+    name: str, block: dict[str, Any], key: str, message: str, tmp_path: Path
+) -> None:
+    path = write_run(tmp_path, stage(tmp_path), policies={"letters": TOY, name: block})
+    with pytest.raises(UserError, match=message) as caught:
+        load_run(path)
+    place = ["policies", name, *(int(part) if part.isdecimal() else part for part in key.split(".") if part)]
+    assert str(caught.value).startswith(f"{path}:{_line(path, place)}: {'.'.join(map(str, place))}: ")
+
+
+def _line(path: Path, keys: list[str | int]) -> int:
+    """The line of a key path, by yaml's own nodes: of the key, or of the item of a list."""
+    node, line = yaml.compose(path.read_text()), 0
+    for key in keys:
+        if isinstance(node, yaml.SequenceNode):
+            node = node.value[int(key)]
+            line = node.start_mark.line
+        else:
+            entry = next(pair for pair in node.value if pair[0].value == str(key))
+            line, node = entry[0].start_mark.line, entry[1]
+    return line + 1
