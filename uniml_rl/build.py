@@ -29,6 +29,11 @@ PROMPTS = {
     "file": "uniml_rl.data.prompts:FilePromptsConfig",
     "reasoning_gym": "uniml_rl.data.prompts:ReasoningGymPromptsConfig",
 }
+RECORDS = {
+    "demonstrations": "uniml_rl.data.records:DemonstrationsConfig",
+    "preferences": "uniml_rl.data.records:PreferencesConfig",
+    "labelled": "uniml_rl.data.records:LabelledConfig",
+}
 REWARDS = {
     "exact_match": "rewards.text:ExactMatchConfig",
     "regex": "rewards.text:RegexConfig",
@@ -56,6 +61,7 @@ CRITIC = "critic"
 
 PolicyBlock = Annotated[Any, typed_block(POLICIES, "policy")]
 PromptsBlock = Annotated[Any, typed_block(PROMPTS, "prompt source")]
+RecordsBlock = Annotated[Any, typed_block(RECORDS, "records")]
 RewardBlock = Annotated[Any, typed_block(REWARDS, "reward")]
 EngineBlock = Annotated[Any, typed_block(ENGINES, "engine", default="torch")]
 AlgorithmBlock = Annotated[AlgorithmSettings, BeforeValidator(merge_preset)]

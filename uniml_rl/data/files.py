@@ -13,7 +13,7 @@ from braceexpand import braceexpand
 
 from modalities.errors import UserError, did_you_mean
 from modalities.sources import assets
-from uniml_rl.data.shards import Record, read_shard
+from uniml_rl.data.shards import RawRecord, read_shard
 
 FORMATS = {".txt": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".tar": "webdataset"}
 
@@ -62,12 +62,12 @@ def _nearest(path: Path) -> str:
     return f"; {missing.parent} holds {shown or 'nothing'}."
 
 
-def read_records(paths: str | list[str], format: str = "auto") -> list[Record]:
+def read_records(paths: str | list[str], format: str = "auto") -> list[RawRecord]:
     """All records of all files in order; `format` is auto, txt, jsonl or webdataset.
 
     Raises UserError that names the file and the line or member for anything that cannot be read.
     """
-    records: list[Record] = []
+    records: list[RawRecord] = []
     for path in expand(paths):
         chosen = _format_of(path) if format == "auto" else format
         found = list(_READERS[chosen](path))
@@ -102,13 +102,13 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
                 yield place, text
 
 
-def read_text(path: Path) -> Iterator[Record]:
+def read_text(path: Path) -> Iterator[RawRecord]:
     """One record `{"text": line}` per line; blank lines are skipped."""
     for place, text in _lines(path):
-        yield Record({"text": text}, place)
+        yield RawRecord({"text": text}, place, path)
 
 
-def read_json_lines(path: Path) -> Iterator[Record]:
+def read_json_lines(path: Path) -> Iterator[RawRecord]:
     """One record per line, which must be a JSON object; blank lines are skipped."""
     for place, text in _lines(path):
         try:
@@ -121,10 +121,10 @@ def read_json_lines(path: Path) -> Iterator[Record]:
             ) from None
         if not isinstance(fields, dict):
             raise UserError(f"{place}: expected a JSON object, found {type(fields).__name__}: {text[:80]!r}")
-        yield Record(fields, place)
+        yield RawRecord(fields, place, path)
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+_READERS: dict[str, Callable[[Path], Iterator[RawRecord]]] = {
     "txt": read_text,
     "jsonl": read_json_lines,
     "webdataset": read_shard,

@@ -15,11 +15,13 @@ _TEXT = ("txt", "text", "caption")
 
 
 @dataclass(frozen=True)
-class Record:
+class RawRecord:
     """One record and the place that an error message names."""
 
     fields: Mapping[str, Any]
     place: str
+    file: Path = Path()
+    """The file that holds it; names of other files in its fields are relative to that."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class StoredBytes:
         return content
 
 
-def read_shard(path: Path) -> Iterator[Record]:
+def read_shard(path: Path) -> Iterator[RawRecord]:
     """The records of an uncompressed tar shard, in order.
 
     A member's key is its path up to the first dot of the file name, its ending the rest. Fields of a record: those of
@@ -60,7 +62,7 @@ def read_shard(path: Path) -> Iterator[Record]:
         member_key = f"{folder}/{stem}" if folder else stem
         if member_key != key:
             if key is not None:
-                yield Record(fields, f"{path}, record {key!r}")
+                yield RawRecord(fields, f"{path}, record {key!r}", path)
             key, fields = member_key, {"__key__": member_key}
         place = f"{path}, member {member.name!r} at byte {member.offset_data}"
         for name, value in _fields(ending.lower(), content, place).items():
@@ -68,7 +70,7 @@ def read_shard(path: Path) -> Iterator[Record]:
                 raise UserError(f"{place}: its record already has a field {name!r}; keys must be unique in a shard.")
             fields[name] = value
     if key is not None:
-        yield Record(fields, f"{path}, record {key!r}")
+        yield RawRecord(fields, f"{path}, record {key!r}", path)
 
 
 def _fields(ending: str, content: StoredBytes, place: str) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class RecordPromptStream(PromptStream):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if (state["size"], state["fingerprint"]) != (self.size, self._fingerprint):
             raise UserError(
-                f"{self._what}: not the prompts that the checkpoint was made with ({state['size']} then, {self.size} "
+                f"{self._what}: not the data that the checkpoint was made with ({state['size']} then, {self.size} "
                 "now; if equal, their content changed), so the run cannot continue where it was. Restore the data, or "
                 "start a new run in another folder."
             )
