@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,10 @@ from modalities.samples import Prompt, Sample
 from modalities.settings import Settings
 from modalities.weights import WeightSets
 
-Need = Literal["log_prob", "entropy", "mean", "std", "prediction", "features"]
+if TYPE_CHECKING:
+    from modalities.forward_process import ForwardProcessSettings
+
+Need = Literal["log_prob", "entropy", "mean", "std", "prediction", "clean_prediction", "target", "features"]
 LogProbUnit = Literal["token", "element_mean", "element_sum"]
 
 
@@ -43,6 +46,8 @@ class Segment:
     `trained_mask` is the set of decisions that a loss may use, and a subset of `length_mask`.
     """
 
+    decisions_are_draws: ClassVar[bool] = False
+    """Whether the T decisions are draws of one and the same quantity, to be averaged, and not factors of a product."""
     agent: str
     """Name of the policy that made it."""
     group: Tensor  # [B] int64, ids of prompts
@@ -57,6 +62,10 @@ class Segment:
     keys: list[SampleKey]  # [B]
     parent: Tensor | None = None  # [B] int64: the row of the previous segment that each row continues
     kind: str = "segment"
+
+    def with_prompts_of(self, rows: Tensor) -> Segment:
+        """The same decisions, row b under the prompt of row `rows[b]` [B]."""
+        raise UserError(f"a segment of {self.kind} cannot exchange its prompts.")
 
     @property
     def num_rows(self) -> int:
@@ -83,9 +92,27 @@ class TokenSegment(Segment):
     """Draws whose uniform number lay within rounding of an edge of the cumulative distribution."""
     kind: str = "tokens"
 
+    def with_prompts_of(self, rows: Tensor) -> TokenSegment:
+        return replace(self, prompt_index=self.prompt_index[rows])
+
 
 @dataclass
-class DenoisingSegment(Segment):
+class LatentSegment(Segment):
+    """Decisions about latents, and what the denoiser is told about each row: embeddings, stored once per prompt."""
+
+    guidance_scale: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [B, T] float32; 1 = no guidance
+    conditions: dict[str, Tensor] = field(default_factory=dict)  # name -> [P, ...]: embeddings, once per prompt
+    condition_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [B]
+    negative_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [B]; -1 = none
+
+    def with_prompts_of(self, rows: Tensor) -> LatentSegment:
+        return replace(
+            self, condition_index=self.condition_index[rows], negative_index=self.negative_index[rows]
+        )
+
+
+@dataclass
+class DenoisingSegment(LatentSegment):
     """Denoising decisions: decision t moves the latent from sigma (or timestep) t to t + 1 of its own table.
 
     `states[i]` is the latent before transition i (`states[num_steps]` is the final one), float32 whatever the model's
@@ -99,11 +126,23 @@ class DenoisingSegment(Segment):
     final_latents: Tensor = field(default_factory=lambda: torch.empty(0))  # [B, ...] float32
     times: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [B, T + 1] float32: sigma, or timestep of a UNet
     std: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [B, T] float32: noise std, 0 = deterministic
-    guidance_scale: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [B, T] float32; 1 = no guidance
-    conditions: dict[str, Tensor] = field(default_factory=dict)  # name -> [P, ...]: embeddings, once per prompt
-    condition_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [B]
-    negative_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [B]
     kind: str = "denoising"
+
+
+@dataclass
+class ForwardSegment(LatentSegment):
+    """Clean latents, each noised T times by the forward process; decision t asks the denoiser to undo one of them.
+
+    The log-prob of a decision is -w(t) mean((prediction - target)^2), a surrogate of the sample's log-likelihood. The
+    noise is drawn again from `noise_seed` whenever it is needed. There was no rollout: `rollout_log_probs` are NaN.
+    """
+
+    decisions_are_draws: ClassVar[bool] = True
+    clean: Tensor = field(default_factory=lambda: torch.empty(0))  # [B, ...] in the storage dtype
+    times: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [B, T] float32: sigma, or timestep of a UNet
+    weights: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [B, T] float32: w(t)
+    noise_seed: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [B] int64
+    kind: str = "forward"
 
 
 @dataclass
@@ -149,6 +188,8 @@ class Replay:
     mean: Tensor | None = None  # [b, t, ...] float32: mean of each transition
     std: Tensor | None = None  # [b, t] float32: the transition's own noise std
     prediction: Tensor | None = None  # [b, t, ...] float32: the model's output (velocity, epsilon ...), guided
+    clean_prediction: Tensor | None = None  # [b, t, ...] float32: the clean latent that the prediction implies (affine)
+    target: Tensor | None = None  # [b, t, ...] float32: the prediction of a perfect denoiser; forward segments only
     features: Tensor | None = None  # [b, t, D]: what a value head reads
 
     def of(self, need: Need) -> Tensor:
@@ -203,6 +244,17 @@ class Policy(ABC):
         Raises UserError for a policy that does not offer it.
         """
         raise UserError(f"policy {self.name!r} ({type(self).__name__}) cannot take given samples as its own.")
+
+    def as_likelihood(self, trajectory: Trajectory, settings: ForwardProcessSettings, round: int = 0) -> Trajectory:
+        """The trajectory whose replayed log-probs are the samples' log-likelihood, or a surrogate of it per decision.
+
+        Tokens: the trajectory itself. Denoising: the last segment's final latents, noised at drawn times
+        (`ForwardSegment`); another `round` draws other times and noise. Works for rollouts and for what `encode`
+        returns. Raises UserError for other decisions.
+        """
+        if all(isinstance(segment, TokenSegment) for segment in trajectory.segments):
+            return trajectory
+        raise UserError(f"policy {self.name!r} ({type(self).__name__}) has no likelihood of given samples.")
 
     @abstractmethod
     def decode(self, trajectory: Trajectory, differentiable: bool = False) -> list[Sample]:

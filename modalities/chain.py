@@ -25,6 +25,7 @@ from modalities.base import (
     with_parent,
 )
 from modalities.errors import UserError
+from modalities.forward_process import ForwardProcessSettings
 from modalities.samples import Prompt, Sample, Text
 from modalities.settings import Settings
 from modalities.weights import WeightSets
@@ -176,6 +177,15 @@ class ChainPolicy(Policy):
         """See `Policy.replay`."""
         assert isinstance(trajectory, ChainTrajectory)
         return self.parts[cut.segment].replay(trajectory.part(cut.segment), replace(cut, segment=0), needs)
+
+    def as_likelihood(self, trajectory: Trajectory, settings: ForwardProcessSettings, round: int = 0) -> Trajectory:
+        """See `Policy.as_likelihood`: each part's own, of the text and of the sample given the text."""
+        assert isinstance(trajectory, ChainTrajectory)
+        segments = [
+            part.as_likelihood(trajectory.part(index), settings, round).segments[0]
+            for index, part in enumerate(self.parts)
+        ]
+        return replace(trajectory, segments=segments)
 
     def decode(self, trajectory: Trajectory, differentiable: bool = False) -> list[Sample]:
         """See `Policy.decode`: what the second part made."""

@@ -6,15 +6,27 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from modalities import samplers
-from modalities.base import Cut, DenoisingSegment, LogProbUnit, Need, Policy, Replay, Request, Trajectory
+from modalities.base import (
+    Cut,
+    DenoisingSegment,
+    ForwardSegment,
+    LatentSegment,
+    LogProbUnit,
+    Need,
+    Policy,
+    Replay,
+    Request,
+    Trajectory,
+)
 from modalities.denoising_settings import DenoisingSampling, DenoisingSettings
+from modalities.forward_process import Draws, ForwardProcessSettings, forward_segment
 from modalities.guidance import Condition, guided_prediction, mean_over_positions, outputs_of
 from modalities.lora import LoraSettings, attach_lora
 from modalities.noise_process import NoiseProcess, Schedule, Transition
@@ -37,7 +49,7 @@ class DenoisingPolicy(Policy):
     process_type: ClassVar[type[NoiseProcess]]
     reads_max_sequence_length: ClassVar[bool] = False
     """Whether the text encoder's length can be chosen."""
-    offers: frozenset[Need] = frozenset({"log_prob", "entropy", "mean", "std", "prediction", "features"})
+    offers: frozenset[Need] = frozenset(get_args(Need))
     settings: DenoisingSettings
     sampling: DenoisingSampling
 
@@ -175,6 +187,12 @@ class DenoisingPolicy(Policy):
         segment.rollout_log_probs.masked_fill_(segment.trained_mask, torch.nan)
         return trajectory
 
+    def as_likelihood(self, trajectory: Trajectory, settings: ForwardProcessSettings, round: int = 0) -> Trajectory:
+        """See `Policy.as_likelihood`: the final latents of the last segment, noised `settings.draws` times."""
+        segment = trajectory.segments[-1]
+        assert isinstance(segment, DenoisingSegment)
+        return Trajectory([forward_segment(segment, self.process, settings, round)], trajectory.requests)
+
     @classmethod
     def schedule_of(cls, sampling: DenoisingSampling, process: NoiseProcess, denoiser: Any, vae: Any) -> Schedule:
         """The table of `sampling`, from configurations; UserError if its sampler, window or size does not fit."""
@@ -279,12 +297,12 @@ class DenoisingPolicy(Policy):
         time, next_time, std = (table.flatten().to(self.device) for table in tables)
         return time, next_time, std
 
-    def condition(self, segment: DenoisingSegment, rows: Tensor, steps: slice) -> Condition:
+    def condition(self, segment: LatentSegment, rows: Tensor, steps: slice) -> Condition:
         """The condition of rows x consecutive steps, flattened to b * t rows."""
         scale = segment.guidance_scale[rows, steps]
         return self._condition(segment, rows.repeat_interleave(scale.shape[1]), scale.flatten())
 
-    def _condition(self, segment: DenoisingSegment, rows: Tensor, scale: Tensor) -> Condition:
+    def _condition(self, segment: LatentSegment, rows: Tensor, scale: Tensor) -> Condition:
         def gather(index: Tensor) -> dict[str, Tensor]:
             return {key: value[index[rows]].to(self.device) for key, value in segment.conditions.items()}
 
@@ -294,38 +312,47 @@ class DenoisingPolicy(Policy):
     # Replay
 
     def replay(self, trajectory: Trajectory, cut: Cut, needs: frozenset[Need]) -> Replay:
-        """Scores the recorded transitions of `cut` again; see `Policy.replay`.
+        """Scores the recorded transitions, or the draws of the forward process, of `cut` again; see `Policy.replay`.
 
-        Raises ValueError if one of them is deterministic: it has no log-prob, and its latent was not kept.
+        Raises ValueError if a transition is deterministic: it has no log-prob, and its latent was not kept.
         """
         segment = trajectory.segments[cut.segment]
-        assert isinstance(segment, DenoisingSegment)
+        if isinstance(segment, ForwardSegment):
+            flat = self._score_draws(segment, cut, needs)
+        else:
+            assert isinstance(segment, DenoisingSegment)
+            flat = self._score_transitions(segment, cut, needs)
+        shape = cut.take(segment.guidance_scale).shape
+        return Replay(**{name: value.unflatten(0, shape) for name, value in vars(flat).items() if value is not None})
+
+    def _score_draws(self, segment: ForwardSegment, cut: Cut, needs: frozenset[Need]) -> Replay:
+        draws = Draws.of(segment, cut, self.process, self.device)
+        condition = self.condition(segment, cut.rows, cut.steps)
+        prediction, features = self._predict(draws.x, draws.times, condition, "features" in needs)
+        return replace(draws.score(prediction, self.process, needs), features=features)
+
+    def _score_transitions(self, segment: DenoisingSegment, cut: Cut, needs: frozenset[Need]) -> Replay:
         time, next_time, std = self._table(segment, cut.rows, cut.steps)
         if not bool((std > 0).all()):
             raise ValueError("the cut holds a deterministic transition, which has no log-prob and is never trained.")
         steps = range(*cut.steps.indices(segment.num_steps))
         x = self._states(segment, cut.rows, steps)
         condition = self.condition(segment, cut.rows, cut.steps)
-        with_features = "features" in needs
-        step = self.transition(x, time, next_time, std, segment.sampler, condition, with_features)
-
-        def unflatten(values: Tensor) -> Tensor:
-            return values.unflatten(0, (len(cut.rows), len(steps)))
-
-        result = Replay()
+        step = self.transition(x, time, next_time, std, segment.sampler, condition, "features" in needs)
+        result = Replay(features=step.features)
         if "log_prob" in needs:
             following = self._states(segment, cut.rows, range(steps.start + 1, steps.stop + 1))
-            result.log_prob = unflatten(step.log_prob(following, segment.log_prob_unit))
+            result.log_prob = step.log_prob(following, segment.log_prob_unit)
         if "entropy" in needs:
-            result.entropy = unflatten(samplers.gaussian_entropy(std, x[0].numel(), segment.log_prob_unit))
+            result.entropy = samplers.gaussian_entropy(std, x[0].numel(), segment.log_prob_unit)
         if "mean" in needs:
-            result.mean = unflatten(step.mean)
+            result.mean = step.mean
         if "std" in needs:
-            result.std = unflatten(std)
+            result.std = std
         if "prediction" in needs:
-            result.prediction = unflatten(step.prediction)
-        if step.features is not None:
-            result.features = unflatten(step.features)
+            result.prediction = step.prediction
+        if "clean_prediction" in needs:
+            result.clean_prediction = self.process.clean(x, step.prediction, time)
         return result
 
     def _states(self, segment: DenoisingSegment, rows: Tensor, steps: range) -> Tensor:
@@ -334,10 +361,10 @@ class DenoisingPolicy(Policy):
         return torch.stack([kept[step][rows] for step in steps], dim=1).flatten(0, 1).to(self.device).float()
 
     def plan(self, trajectory: Trajectory, roots: Tensor, budget: int) -> list[Cut]:
-        """Cuts of at most `budget` rows and one step each, over the trained transitions of this policy's segments."""
+        """Cuts of at most `budget` rows and one step each, over the trained decisions of this policy's segments."""
         cuts = []
         for index, segment in enumerate(trajectory.segments):
-            if segment.agent != self.name or not isinstance(segment, DenoisingSegment):
+            if segment.agent != self.name or not isinstance(segment, LatentSegment):
                 continue
             mine = torch.isin(trajectory.roots(index), roots)
             for step in range(segment.num_steps):
@@ -349,9 +376,10 @@ class DenoisingPolicy(Policy):
 
     def decode(self, trajectory: Trajectory, differentiable: bool = False) -> list[Sample]:
         segment = trajectory.segments[-1]
-        assert isinstance(segment, DenoisingSegment)
+        assert isinstance(segment, DenoisingSegment | ForwardSegment)
+        final = segment.clean if isinstance(segment, ForwardSegment) else segment.final_latents
         samples: list[Sample] = []
-        for latents in segment.final_latents.split(self.settings.decoding_rows):
+        for latents in final.split(self.settings.decoding_rows):
             samples += self.samples_from_pixels(self.decode_latents(latents, differentiable), differentiable)
         return samples
 

@@ -76,6 +76,10 @@ class NoiseProcess(ABC):
         """What the denoiser is given for `times`."""
 
     @abstractmethod
+    def time_at(self, share: Tensor) -> Tensor:
+        """The time (float32, as in `times`) at a share in (0, 1] of the process's own clock; 1 is the noisy end."""
+
+    @abstractmethod
     def noise_levels(self, times: Tensor) -> Tensor:
         """The factor of the noise in x at `times`: 1 is pure noise, 0 is data."""
 
@@ -196,6 +200,9 @@ class FlowProcess(NoiseProcess):
     def model_times(self, times: Tensor) -> Tensor:
         return times * self.num_train_timesteps
 
+    def time_at(self, share: Tensor) -> Tensor:
+        return share.float()
+
     def noise_levels(self, times: Tensor) -> Tensor:
         return times
 
@@ -279,6 +286,9 @@ class DiffusionProcess(NoiseProcess):
 
     def model_times(self, times: Tensor) -> Tensor:
         return times.long()
+
+    def time_at(self, share: Tensor) -> Tensor:
+        return (share * self.num_train_timesteps).ceil().float() - 1
 
     def noise_levels(self, times: Tensor) -> Tensor:
         return (1 - self._alpha(times)).sqrt()

@@ -21,7 +21,8 @@ from contracts.harness import (
 )
 from torch import Tensor, nn
 
-from modalities.base import DenoisingSegment, Need, Policy, TokenSegment, Trajectory
+from modalities.base import DenoisingSegment, ForwardSegment, Need, Policy, TokenSegment, Trajectory
+from modalities.forward_process import ForwardProcessSettings
 from uniml_rl.algorithms.presets import resolve_algorithm
 from uniml_rl.build import RunConfig, build_policy
 from uniml_rl.export import export_policy
@@ -180,6 +181,34 @@ def test_a_transition_is_scored_by_its_gaussian(case: Case) -> None:
         std = replay.of("std").reshape(-1, *[1] * (mean.ndim - 1))
         expected = torch.distributions.Normal(mean, std).log_prob(following).flatten(1).mean(1)
         assert torch.allclose(cut.take(segment.rollout_log_probs)[:, 0], expected, atol=1e-5)
+
+
+@every_policy
+def test_samples_have_a_likelihood_with_a_gradient(case: Case) -> None:
+    """Tokens as they are; latents as draws of the forward process, whose score does not depend on how it is cut."""
+    perturb(case.policy, 0.05)  # a fresh adapter's first factor has no gradient yet
+    trajectory = case.policy.as_likelihood(case.trajectory, ForwardProcessSettings(draws=3))
+    assert trajectory.requests == case.trajectory.requests
+    for before, after in zip(case.trajectory.segments, trajectory.segments, strict=True):
+        assert after is before if isinstance(before, TokenSegment) else isinstance(after, ForwardSegment)
+        assert after.decisions_are_draws == isinstance(after, ForwardSegment)
+        assert (after.num_rows, after.parent is None) == (before.num_rows, before.parent is None)
+    scores = []
+    for budget in (1, 4, 100):
+        cuts = case.policy.plan(trajectory, torch.arange(ROWS), budget)
+        found = [torch.zeros(segment.num_rows, segment.num_steps) for segment in trajectory.segments]
+        for cut in cuts:
+            log_prob = case.policy.replay(trajectory, cut, frozenset({"log_prob"})).of("log_prob")
+            found[cut.segment][cut.rows, cut.steps] += log_prob
+        assert all((score <= 0).all() for score in found)
+        scores.append(torch.cat([(s * x.trained_mask).sum(1) for s, x in zip(found, trajectory.segments, strict=True)]))
+        assert torch.allclose(scores[0], scores[-1], rtol=1e-5, atol=1e-5)
+    parameters = case.policy.weight_sets.parameters()
+    gradients = torch.autograd.grad(scores[-1].sum(), list(parameters.values()), allow_unused=True)
+    still = [
+        name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None or not gradient.any()
+    ]
+    assert not still
 
 
 @every_combination
