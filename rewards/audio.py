@@ -49,7 +49,9 @@ class RmsLevel(AudioReward):
 
     def score_audio(self, sample: Audio) -> Tensor:
         """In [-1, 0]; NaN for a sound without samples."""
-        return -(sample.waveform.float().square().mean().sqrt() - self._target).abs()
+        wave = sample.waveform.float()
+        # A norm and not the root of a mean, whose derivative at silence is infinite.
+        return -(torch.linalg.vector_norm(wave) / wave.numel() ** 0.5 - self._target).abs()
 
 
 class SpectralCentroidConfig(RewardConfig):

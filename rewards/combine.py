@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,11 +59,6 @@ class RewardSet:
         """Builds each reward from its block, models on `device`."""
         return cls({name: (config, config.build(device)) for name, config in configs.items()})
 
-    @property
-    def differentiable(self) -> bool:
-        """Whether every reward with a weight keeps the gradient."""
-        return all(reward.differentiable for config, reward in self._rewards.values() if config.weight != 0)
-
     def check(self, kind: str, prompts: Sequence[Prompt] = ()) -> None:
         """Raises UserError for a reward that cannot score samples of `kind`, or that reads a field of the record which
         none of `prompts` (a few of the stage's, if any) has."""
@@ -88,10 +83,7 @@ class RewardSet:
         iteration_in_stage: int,
         shuffle: torch.Generator | None = None,
     ) -> RewardResult:
-        """Scores every sample with every reward.
-
-        Under grad mode, differentiable rewards with a weight in force keep the gradient from `total` to the samples
-        (use `total[valid]`); the others run without.
+        """Scores every sample with every reward, without gradient.
 
         `shuffle` is the control experiment: `total` and `valid` are permuted together over the whole batch, so they say
         nothing about their samples and the reward must not rise. `raw` and `weighted` stay true. The caller passes
@@ -102,20 +94,55 @@ class RewardSet:
         raw, weighted, weights, failures = {}, {}, {}, {}
         total = torch.zeros(len(samples))
         valid = torch.ones(len(samples), dtype=torch.bool)
-        for name, (config, reward) in self._rewards.items():
+        for name, (config, _) in self._rewards.items():
             weights[name] = config.weight_at(iteration_in_stage)
-            keeps_gradient = reward.differentiable and weights[name] != 0 and torch.is_grad_enabled()
-            with torch.set_grad_enabled(keeps_gradient):
-                scores, failures[name] = self._score_one(name, samples, prompts)
-            raw[name] = scores.detach()
+            with torch.no_grad():
+                raw[name], failures[name] = self._score_one(name, samples, prompts)
             weighted[name] = weights[name] * raw[name]
             if weights[name] != 0:
                 valid &= raw[name].isfinite()
-                total = total + weights[name] * scores
+                total += weighted[name]
         if shuffle is not None:
             order = torch.randperm(len(samples), generator=shuffle)
             total, valid = total[order], valid[order]
         return RewardResult(total, valid, raw, weighted, weights, failures)
+
+    def check_differentiable(self) -> None:
+        """Raises UserError unless every reward with a weight keeps the gradient to its samples."""
+        trained = {name: reward for name, (config, reward) in self._rewards.items() if config.weight != 0}
+        without = [name for name, reward in trained.items() if not reward.differentiable]
+        if without or not trained:
+            found = [name for name, reward in trained.items() if reward.differentiable]
+            raise UserError(
+                "rewards: the algorithm follows the gradient of the rewards that have a weight. Without a gradient: "
+                f"{', '.join(without) or 'none'}; with one: {', '.join(found) or 'none'}. Give only differentiable "
+                "rewards a weight (`weight: 0` measures the others), or use an algorithm that needs scores alone."
+            )
+
+    def score_with_gradient(
+        self, samples: Sequence[Sample], prompts: Sequence[Prompt], iteration_in_stage: int
+    ) -> tuple[Tensor, Tensor]:
+        """The total of `score` with its gradient to the samples' pixels, frames or waveforms, and which are valid.
+
+        Returns total [B] float32 (NaN where not valid: use `total[valid]`) and valid [B] bool, on the CPU. Rewards
+        without a weight are left out. No gradient reaches a sample that is not valid, not even the NaN that 0 times
+        its score's infinite derivative would be. Raises UserError as `check_differentiable`, TypeError for a sample or
+        a score without gradient.
+        """
+        self.check_differentiable()
+        valid = torch.ones(len(samples), dtype=torch.bool)
+        with torch.enable_grad():
+            shielded = [_shielded(sample, valid, row) for row, sample in enumerate(samples)]
+            # A weight that fades in from 0 leaves a gradient of 0, and not a total without one.
+            total = torch.stack([_tensor(sample).sum().float().cpu() * 0 for sample in shielded])
+            for name, (config, _) in self._rewards.items():
+                if (weight := config.weight_at(iteration_in_stage)) != 0:
+                    scores, _ = self._score_one(name, shielded, prompts)
+                    if scores.isfinite().any() and not scores.requires_grad:
+                        raise TypeError(f"Reward {name!r} says that it is differentiable, but its scores are not.")
+                    valid &= scores.isfinite()
+                    total = total + weight * scores
+        return total, valid
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every reward, by name."""
@@ -164,7 +191,7 @@ class RewardSet:
         non_finite = int((~scores.isfinite()).sum()) - failures.total()
         if non_finite:
             row = int((~scores.isfinite()).nonzero()[0])
-            error = ScoringError("non_finite", f"the score of prompt {prompts[row].index} is {float(scores[row])}")
+            error = ScoringError("non_finite", f"the score of prompt {prompts[row].index} is {scores[row].item()}")
             if config.on_error == "fail":
                 raise self._fatal(name, prompts[row], error)
             self._warn(name, error, f"on {non_finite} of {len(samples)} samples, which are left out")
@@ -216,3 +243,20 @@ class RewardSet:
             f"Reward {name!r} failed ({error.reason}) on the sample of prompt {prompt.index} ({prompt.text[:80]!r}): "
             f"{error}. `on_error: mask` leaves such samples out and counts them."
         )
+
+
+_TENSORS = {"image": "pixels", "video": "frames", "audio": "waveform"}
+
+
+def _tensor(sample: Sample) -> Tensor:
+    tensor: Tensor = getattr(sample, _TENSORS[sample.kind])
+    return tensor
+
+
+def _shielded(sample: Sample, valid: Tensor, row: int) -> Sample:
+    """The same sample; in the backward pass no gradient reaches it unless `valid[row]`."""
+    if sample.kind not in _TENSORS or not _tensor(sample).requires_grad:
+        raise TypeError(f"sample {row}, of {sample.kind}, has no gradient that a reward could be followed along.")
+    tensor = _tensor(sample).view_as(_tensor(sample))
+    tensor.register_hook(lambda gradient: gradient if valid[row] else torch.zeros_like(gradient))
+    return replace(sample, **{_TENSORS[sample.kind]: tensor})

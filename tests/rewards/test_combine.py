@@ -167,35 +167,6 @@ def test_too_many_hanging_calls_end_the_run(monkeypatch):
     gate.open.set()
 
 
-def test_a_call_within_its_time_out_has_the_grad_mode_of_the_caller():
-    class Brightness(Reward):
-        kinds = frozenset({"image"})
-        differentiable = True
-
-        def score(self, samples, prompts):
-            return torch.stack([sample.unit().mean() for sample in samples])
-
-    pixels = torch.full((3, 2, 2), 0.5, requires_grad=True)
-    for timeout in (None, 5.0):
-        rewards = RewardSet({"r": (RewardConfig(weight=3, timeout_seconds=timeout), Brightness())})
-        total = rewards.score([Image(pixels)], [Prompt("p", 0)], 0).total
-        torch.testing.assert_close(torch.autograd.grad(total.sum(), pixels)[0], torch.full((3, 2, 2), 3 / 12))
-        with torch.no_grad():
-            assert not rewards.score([Image(pixels)], [Prompt("p", 0)], 0).total.requires_grad
-
-
-def test_rewards_that_nothing_is_trained_on_run_without_gradient():
-    class Spying(Rule):
-        def score(self, samples, prompts):
-            self.had_gradient = torch.is_grad_enabled()
-            return super().score(samples, prompts)
-
-    rewards = {name: (RewardConfig(weight=weight), Spying(len)) for name, weight in (("a", 1), ("b", 1), ("c", 0))}
-    rewards["b"][1].differentiable = rewards["c"][1].differentiable = True
-    RewardSet(rewards).score(*texts("x"), 0)
-    assert [reward.had_gradient for _, reward in rewards.values()] == [False, True, False]
-
-
 BACKTRACKING = r"(x+x+)+y"
 """Exponential in the number of x, and it holds the interpreter lock: no thread could end it."""
 
