@@ -16,11 +16,12 @@ def measure_samples(metrics: Metrics, samples: Sequence[Sample], groups: Sequenc
     answers each prompt always alike is seen as well as one that repeats itself within an answer.
     """
     texts: dict[int, list[str]] = {}
-    for sample, group in zip(samples, groups, strict=True):
-        if isinstance(sample, Text):
-            metrics.mean("text/length_mean", sample.num_tokens)
-            metrics.share("text/finished_share", sample.finished)
-            texts.setdefault(group, []).append(sample.text)
+    found = [(sample, group) for sample, group in zip(samples, groups, strict=True) if isinstance(sample, Text)]
+    if found:
+        metrics.mean("text/length_mean", [sample.num_tokens for sample, _ in found])
+        metrics.share("text/finished_share", [sample.finished for sample, _ in found])
+    for sample, group in found:
+        texts.setdefault(group, []).append(sample.text)
     for group_texts in texts.values():
         for size in (1, 2):
             share = distinct_share(group_texts, size)
