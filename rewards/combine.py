@@ -259,4 +259,5 @@ def _shielded(sample: Sample, valid: Tensor, row: int) -> Sample:
         raise TypeError(f"sample {row}, of {sample.kind}, has no gradient that a reward could be followed along.")
     tensor = _tensor(sample).view_as(_tensor(sample))
     tensor.register_hook(lambda gradient: gradient if valid[row] else torch.zeros_like(gradient))
-    return replace(sample, **{_TENSORS[sample.kind]: tensor})
+    changed: Any = {_TENSORS[sample.kind]: tensor}
+    return replace(sample, **changed)
