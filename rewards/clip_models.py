@@ -3,66 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import modalities.clip
+from modalities.clip import Preprocessing, torch_interpolation
 from modalities.errors import UserError, did_you_mean
-from modalities.sources import loading
 from rewards.model_files import read_settings
-
-# PIL's resampling filters and open_clip's names to torch's; both reduce with antialiasing.
-_INTERPOLATION = {2: "bilinear", 3: "bicubic", "bilinear": "bilinear", "bicubic": "bicubic"}
-
-
-@dataclass(frozen=True)
-class Preprocessing:
-    """An image processor's resize, centre crop and normalisation in float32, which keeps the gradient.
-
-    It differs from the processors themselves in that the resize does not round to 8 bits after each of its two passes:
-    by a third of a grey level on average and one at most, or little more.
-    """
-
-    resize: int | tuple[int, int] | None
-    """Length of the shorter edge (the aspect ratio is kept), or (height, width), or None."""
-    interpolation: str
-    crop: tuple[int, int] | None
-    """(height, width) cut from the centre; smaller images are padded with black."""
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    rounds_offset: bool = False
-    """The crop's offset where the margin is odd: torchvision rounds it half to even, transformers rounds it down."""
-
-    def __call__(self, pixels_CHW: Tensor) -> Tensor:
-        """[3, H, W] float32 in [0, 1] to the model's input [3, h, w]."""
-        size = self._size(*pixels_CHW.shape[-2:])
-        if size != tuple(pixels_CHW.shape[-2:]):
-            pixels_CHW = torch.nn.functional.interpolate(
-                pixels_CHW[None], size=size, mode=self.interpolation, antialias=True
-            )[0].clamp(0, 1)
-        if self.crop is not None:
-            pixels_CHW = self._centre_crop(pixels_CHW, *self.crop)
-        mean_C11, std_C11 = (pixels_CHW.new_tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
-        return (pixels_CHW - mean_C11) / std_C11
-
-    def _size(self, height: int, width: int) -> tuple[int, int]:
-        if self.resize is None:
-            return height, width
-        if isinstance(self.resize, tuple):
-            return self.resize
-        short, long = self.resize, int(self.resize * max(height, width) / min(height, width))
-        return (short, long) if height <= width else (long, short)
-
-    def _centre_crop(self, pixels_CHW: Tensor, height: int, width: int) -> Tensor:
-        more_height, more_width = max(0, height - pixels_CHW.shape[-2]), max(0, width - pixels_CHW.shape[-1])
-        top, left = more_height // 2, more_width // 2
-        pixels_CHW = torch.nn.functional.pad(pixels_CHW, (left, more_width - left, top, more_height - top))
-        margins = ((pixels_CHW.shape[-2] - height) / 2, (pixels_CHW.shape[-1] - width) / 2)
-        top, left = (round(margin) if self.rounds_offset else int(margin) for margin in margins)
-        return pixels_CHW[:, top : top + height, left : left + width]
 
 
 class ClipModel:
@@ -107,47 +57,9 @@ def load_clip(model: Path | str, device: str) -> ClipModel:
 
 def load_transformers_clip(folder: Path | str, device: str) -> ClipModel:
     """A `CLIPModel` folder or hub id with its processor."""
-    from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
-
-    with loading(str(folder)):
-        loaded: Any = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        processor = AutoImageProcessor.from_pretrained(folder)
-    model, report = loaded
-    if report["missing_keys"]:  # transformers would go on with random numbers
-        raise UserError(
-            f"{folder} lacks weights of its CLIP model: {', '.join(sorted(report['missing_keys'])[:3])} ..."
-        )
-    model = model.to(device).eval().requires_grad_(False)
-    max_tokens = model.config.text_config.max_position_embeddings
-
-    def text_tower(texts: Sequence[str]) -> Tensor:
-        inputs = tokenizer(list(texts), padding=True, truncation=True, max_length=max_tokens, return_tensors="pt")
-        return _features(model.get_text_features(inputs["input_ids"].to(device), inputs["attention_mask"].to(device)))
-
-    def image_tower(inputs_BCHW: Tensor) -> Tensor:
-        return _features(model.get_image_features(inputs_BCHW))
-
-    return ClipModel(image_tower, text_tower, processor_preprocessing(processor, str(folder)), device)
-
-
-def _features(output: Any) -> Tensor:
-    """transformers 5 returns an output object whose pooled output is projected; earlier versions the tensor."""
-    return output if isinstance(output, Tensor) else output.pooler_output
-
-
-def processor_preprocessing(processor: Any, where: str) -> Preprocessing:
-    """What a transformers CLIP image processor does, from its settings."""
-    size, crop = processor.size, processor.crop_size
-    resize: int | tuple[int, int] | None = None
-    if processor.do_resize:
-        resize = size["shortest_edge"] if size.get("shortest_edge") else (size["height"], size["width"])
-    return Preprocessing(
-        resize=resize,
-        interpolation=_torch_interpolation(int(processor.resample), where),
-        crop=(crop["height"], crop["width"]) if processor.do_center_crop else None,
-        mean=tuple(processor.image_mean) if processor.do_normalize else (0.0, 0.0, 0.0),
-        std=tuple(processor.image_std) if processor.do_normalize else (1.0, 1.0, 1.0),
+    clip = modalities.clip.load_transformers_clip(folder).to(device).requires_grad_(False)
+    return ClipModel(
+        clip.image_features, lambda texts: clip.text_features(*clip.tokenize(texts)), clip.preprocessing, device
     )
 
 
@@ -189,15 +101,9 @@ def open_clip_preprocessing(settings: dict[str, Any], where: str) -> Preprocessi
         )
     return Preprocessing(
         resize=height if mode == "shortest" else (height, width),
-        interpolation=_torch_interpolation(settings["interpolation"], where),
+        interpolation=torch_interpolation(settings["interpolation"], where),
         crop=(height, width),
         mean=tuple(settings["mean"]),
         std=tuple(settings["std"]),
         rounds_offset=True,
     )
-
-
-def _torch_interpolation(name: int | str, where: str) -> str:
-    if name not in _INTERPOLATION:
-        raise UserError(f"{where} resizes images with the filter {name!r}; allowed are bilinear and bicubic.")
-    return _INTERPOLATION[name]

@@ -10,10 +10,11 @@ import torch
 from tiny_models_clip import as_image, picture, tiny_clip, tiny_open_clip
 from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
+from modalities.clip import Preprocessing, processor_preprocessing
 from modalities.errors import UserError
 from modalities.samples import Image, Prompt
 from rewards.clip import ClipScoreConfig, ImageTextScorerConfig
-from rewards.clip_models import Preprocessing, load_clip, open_clip_preprocessing, processor_preprocessing
+from rewards.clip_models import load_clip, open_clip_preprocessing
 
 SIZES = [(40, 40), (48, 33), (31, 64), (32, 32), (20, 90), (16, 16), (32, 35)]
 
