@@ -106,9 +106,7 @@ class LatentSegment(Segment):
     negative_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [B]; -1 = none
 
     def with_prompts_of(self, rows: Tensor) -> LatentSegment:
-        return replace(
-            self, condition_index=self.condition_index[rows], negative_index=self.negative_index[rows]
-        )
+        return replace(self, condition_index=self.condition_index[rows], negative_index=self.negative_index[rows])
 
 
 @dataclass
@@ -233,6 +231,18 @@ class Policy(ABC):
 
         Requests with the same prompt share the work on it. `sampling` replaces the policy's own settings (evaluation).
         """
+
+    def rollout_with_gradient(self, requests: Sequence[Request], last_steps: int, sampling: Any = None) -> Trajectory:
+        """The samples of `rollout`, bit for bit, with the gradient of the current weights through their last steps.
+
+        Gradient runs through the last `last_steps` transitions (DRaFT-K, Clark et al. 2024) into `final_latents`, and
+        `decode(trajectory, differentiable=True)` carries it on to the samples; noise is a constant. Nothing else of the
+        trajectory has a gradient. Raises UserError for a policy whose decisions are discrete.
+        """
+        raise UserError(
+            f"policy {self.name!r} ({type(self).__name__}) has no gradient from its samples to its weights; only "
+            "denoising policies can be trained by the gradient of a reward."
+        )
 
     @abstractmethod
     def replay(self, trajectory: Trajectory, cut: Cut, needs: frozenset[Need]) -> Replay:

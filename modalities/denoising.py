@@ -1,16 +1,13 @@
-"""The policy that every denoising model shares; a family adds how its model is called, encoded and decoded."""
+"""The policy that every denoising model shares: rollout, replay and the forward process of a `DenoisingModel`."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from modalities import samplers
 from modalities.base import (
@@ -20,147 +17,23 @@ from modalities.base import (
     LatentSegment,
     LogProbUnit,
     Need,
-    Policy,
     Replay,
     Request,
     Trajectory,
 )
-from modalities.denoising_settings import DenoisingSampling, DenoisingSettings
+from modalities.denoising_model import DenoisingModel
+from modalities.denoising_settings import DenoisingSampling
+from modalities.errors import UserError
 from modalities.forward_process import Draws, ForwardProcessSettings, forward_segment
-from modalities.guidance import Condition, guided_prediction, mean_over_positions, outputs_of
-from modalities.lora import LoraSettings, attach_lora
-from modalities.noise_process import NoiseProcess, Schedule, Transition
-from modalities.pipeline_folder import export_pipeline, load_pipeline
+from modalities.guidance import Condition
 from modalities.samplers import expand
 from modalities.samples import Prompt, Sample
-from modalities.weights import WeightSets
-
-LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
-LORA_TARGETS += ["net.0.proj", "net.2"]
 
 
-class DenoisingPolicy(Policy):
-    """A text-to-image or text-to-video diffusers pipeline whose denoiser is trained.
+class DenoisingPolicy(DenoisingModel):
+    """The decisions of a denoising model. A family, which extends this, supplies what `DenoisingModel` asks for."""
 
-    Text encoders and the decoder are frozen. Latents, schedules and log-probs are float32 whatever the model's dtype.
-    """
-
-    denoiser_component: ClassVar[str]
-    process_type: ClassVar[type[NoiseProcess]]
-    reads_max_sequence_length: ClassVar[bool] = False
-    """Whether the text encoder's length can be chosen."""
     offers: frozenset[Need] = frozenset(get_args(Need))
-    settings: DenoisingSettings
-    sampling: DenoisingSampling
-
-    def __init__(self, name: str, settings: DenoisingSettings, folder: Path, device: str, seed: int) -> None:
-        self.name, self.settings, self.sampling, self.folder = name, settings, settings.sampling, folder
-        self.device = torch.device(device)
-        self.dtype: torch.dtype = getattr(torch, settings.dtype)
-        self.storage_dtype: torch.dtype = getattr(torch, settings.storage_dtype)
-        self.pipeline = load_pipeline(folder, self.dtype, settings.trust_remote_code, **self.absent_components())
-        self.denoiser: nn.Module = getattr(self.pipeline, self.denoiser_component)
-        self.vae: Any = self.pipeline.vae
-        for component in self.pipeline.components.values():
-            if isinstance(component, nn.Module):
-                component.requires_grad_(False).eval().to(self.device)
-        self.vae.float()
-        if settings.vae_tiling:
-            self.vae.enable_tiling()
-        self.make_trainable(self.denoiser, settings.lora, seed)
-        self.denoiser.to(self.device)
-        if settings.gradient_checkpointing:
-            self.denoiser.enable_gradient_checkpointing()  # type: ignore[operator]
-        self.weight_sets = WeightSets(self.trainable_modules())
-        self.process = self.process_type(self.pipeline.scheduler.config)
-        self.schedule(self.sampling)  # a sampler that does not fit is an error now, not at the first rollout
-
-    @classmethod
-    def make_trainable(cls, denoiser: nn.Module, lora: LoraSettings | None, seed: int) -> None:
-        """Attaches the adapter, or frees every weight; layers without effect on the output stay frozen."""
-        if lora is None:
-            denoiser.requires_grad_(True)
-        else:
-            attach_lora(denoiser, lora, LORA_TARGETS, seed)
-        for layer in cls.unused_layers(denoiser):
-            layer.requires_grad_(False)
-
-    # What a family supplies
-
-    @classmethod
-    def unused_layers(cls, denoiser: nn.Module) -> list[nn.Module]:
-        """Layers that the denoiser computes but whose result it drops: their gradient is always zero."""
-        return []
-
-    def absent_components(self) -> dict[str, None]:
-        """Components of the folder that are not loaded."""
-        return {}
-
-    @abstractmethod
-    def encode_prompts(self, texts: list[str]) -> dict[str, Tensor]:
-        """Text embeddings, name -> [len(texts), ...]."""
-
-    @abstractmethod
-    def denoise(self, latents: Tensor, model_times: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
-        """The denoiser's raw output [b, ...]."""
-
-    @abstractmethod
-    def trunk(self) -> nn.Module:
-        """The module whose output, averaged over positions, is the row's features."""
-
-    @staticmethod
-    @abstractmethod
-    def latent_shape_of(sampling: DenoisingSampling, denoiser: Any, vae: Any) -> tuple[int, ...]:
-        """Shape of one sample's latent, from the configurations; UserError if the size in pixels does not fit."""
-
-    @staticmethod
-    @abstractmethod
-    def sequence_length(shape: tuple[int, ...], denoiser: Any) -> int:
-        """Number of the denoiser's tokens for a latent of that shape, which some schedules depend on."""
-
-    @abstractmethod
-    def pixels_from_latents(self, latents: Tensor) -> Tensor:
-        """VAE decoding: latents [b, ...] float32 -> pixels in [-1, 1], not yet clamped."""
-
-    @abstractmethod
-    def latents_from_samples(self, samples: Sequence[Sample]) -> Tensor:
-        """VAE encoding, the mean of its posterior: [b, ...] float32."""
-
-    @abstractmethod
-    def samples_from_pixels(self, pixels: Tensor, differentiable: bool) -> list[Sample]:
-        """Pixels [b, ...] in [0, 1] as samples: uint8, or float with the gradient if `differentiable`."""
-
-    # One step, shared by rollout, replay, forward-process losses and reward backpropagation
-
-    def predict(self, latents: Tensor, times: Tensor, condition: Condition) -> Tensor:
-        """The guided output of the denoiser [b, ...] float32 for latents [b, ...] at `times` [b] of the process."""
-        return self._predict(latents, times, condition, with_features=False)[0]
-
-    def transition(
-        self,
-        latents: Tensor,
-        times: Tensor,
-        next_times: Tensor,
-        std: Tensor,
-        sampler: str,
-        condition: Condition,
-        with_features: bool = False,
-    ) -> Transition:
-        """The step `times` -> `next_times` [b] with noise `std` [b] of the kernel `sampler`; differentiable."""
-        prediction, features = self._predict(latents, times, condition, with_features)
-        return replace(self.process.step(sampler, latents, prediction, times, next_times, std), features=features)
-
-    def _predict(
-        self, latents: Tensor, times: Tensor, condition: Condition, with_features: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        with outputs_of(self.trunk(), wanted=with_features) as outputs:
-            prediction = guided_prediction(self._call, latents, times, condition, self.settings.guidance_gradient)
-        # The rows without the negative branch are the last ones of the last call.
-        return prediction, mean_over_positions(outputs[-1][-len(latents) :]) if with_features else None
-
-    def _call(self, latents: Tensor, times: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
-        embeddings = {key: value.to(self.dtype) for key, value in embeddings.items()}
-        return self.denoise(latents.to(self.dtype), self.process.model_times(times), embeddings).float()
 
     # Rollout
 
@@ -170,6 +43,18 @@ class DenoisingPolicy(Policy):
     @torch.no_grad()
     def rollout(self, requests: Sequence[Request], sampling: Any = None) -> Trajectory:
         return self._generate(list(requests), sampling or self.sampling, clean=None)
+
+    @torch.no_grad()
+    def rollout_with_gradient(self, requests: Sequence[Request], last_steps: int, sampling: Any = None) -> Trajectory:
+        """See `Policy.rollout_with_gradient`; UserError if there are not so many steps.
+
+        The final latents stay float32, and rounding to the storage dtype passes the gradient on as it is. With
+        `gradient_checkpointing` only the latents between transitions are kept, and each transition is computed again.
+        """
+        sampling = sampling or self.sampling
+        if not 1 <= last_steps <= sampling.steps:
+            raise UserError(f"last_steps: {last_steps} must lie between 1 and the {sampling.steps} sampling steps.")
+        return self._generate(list(requests), sampling, clean=None, last_steps=last_steps)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt], samples: Sequence[Sample], keys: Sequence[Any]) -> Trajectory:
@@ -193,21 +78,9 @@ class DenoisingPolicy(Policy):
         assert isinstance(segment, DenoisingSegment)
         return Trajectory([forward_segment(segment, self.process, settings, round)], trajectory.requests)
 
-    @classmethod
-    def schedule_of(cls, sampling: DenoisingSampling, process: NoiseProcess, denoiser: Any, vae: Any) -> Schedule:
-        """The table of `sampling`, from configurations; UserError if its sampler, window or size does not fit."""
-        shape = cls.latent_shape_of(sampling, denoiser, vae)
-        return process.schedule(sampling, cls.sequence_length(shape, denoiser))
-
-    def schedule(self, sampling: DenoisingSampling) -> Schedule:
-        """The table of `sampling` for this model; UserError if it does not fit."""
-        return self.schedule_of(sampling, self.process, self.denoiser.config, self.vae.config)
-
-    def latent_shape(self, sampling: DenoisingSampling) -> tuple[int, ...]:
-        """Shape of one sample's latent."""
-        return self.latent_shape_of(sampling, self.denoiser.config, self.vae.config)
-
-    def _generate(self, requests: list[Request], sampling: DenoisingSampling, clean: Tensor | None) -> Trajectory:
+    def _generate(
+        self, requests: list[Request], sampling: DenoisingSampling, clean: Tensor | None, last_steps: int = 0
+    ) -> Trajectory:
         schedule = self.schedule(sampling)
         is_guided = bool((schedule.guidance_scale != 1).any())
         positives = [request.prompt.text for request in requests]
@@ -238,12 +111,13 @@ class DenoisingPolicy(Policy):
             condition_index=torch.tensor([position[text] for text in positives]),
             negative_index=torch.tensor([position[text] if is_guided else -1 for text in negatives]),
         )
-        stored = [
-            self._denoise_rows(segment, rows, sampling, None if clean is None else clean[rows])
+        parts = [
+            self._denoise_rows(segment, rows, sampling, None if clean is None else clean[rows], last_steps)
             for rows in torch.arange(num_rows).split(self.settings.sampling_rows)
         ]
-        segment.states = {step: torch.cat([states[step] for states in stored]) for step in stored[0]}
-        segment.final_latents = segment.states.pop(num_steps)
+        segment.states = {step: torch.cat([states[step] for states, _ in parts]) for step in parts[0][0]}
+        with torch.set_grad_enabled(last_steps > 0):
+            segment.final_latents = torch.cat([final for _, final in parts])
         return Trajectory([segment], requests)
 
     def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
@@ -252,8 +126,13 @@ class DenoisingPolicy(Policy):
         return {key: torch.cat([part[key].cpu() for part in parts]) for key in parts[0]}
 
     def _denoise_rows(
-        self, segment: DenoisingSegment, rows: Tensor, sampling: DenoisingSampling, clean: Tensor | None
-    ) -> dict[int, Tensor]:
+        self,
+        segment: DenoisingSegment,
+        rows: Tensor,
+        sampling: DenoisingSampling,
+        clean: Tensor | None,
+        last_steps: int,
+    ) -> tuple[dict[int, Tensor], Tensor]:
         """Runs the transitions of some rows, fills their log-probs, and returns the states to keep and the last one."""
         keys = [segment.keys[row] for row in rows]
         generators = [key.generator() for key in keys]
@@ -264,31 +143,37 @@ class DenoisingPolicy(Policy):
         states: dict[int, Tensor] = {}
         for step in range(segment.num_steps):
             time, next_time, std = self._table(segment, rows, slice(step, step + 1))
-            if clean is None:
-                condition = replace(condition, scale=segment.guidance_scale[rows, step])
-                transition = self.transition(x, time, next_time, std, segment.sampler, condition)
-            else:
-                prediction = self.process.oracle(x, clean.to(self.device), time)
-                transition = self.process.step(segment.sampler, x, prediction, time, next_time, std)
-            following = transition.mean
             stochastic = bool(segment.std[0, step] > 0)
-            if stochastic:
-                following = following + expand(std, following) * _noise(generators, shape).to(self.device)
-            if clean is not None and step == segment.num_steps - 1:
-                following = clean.to(self.device)
-            following = self._round(following)
+            with torch.set_grad_enabled(step >= segment.num_steps - last_steps):
+                if clean is None:
+                    condition = replace(condition, scale=segment.guidance_scale[rows, step])
+                    transition = self.recomputed(self.transition)(x, time, next_time, std, segment.sampler, condition)
+                else:
+                    prediction = self.process.oracle(x, clean.to(self.device), time)
+                    transition = self.process.step(segment.sampler, x, prediction, time, next_time, std)
+                following = transition.mean
+                if stochastic:
+                    following = following + expand(std, following) * _noise(generators, shape).to(self.device)
+                if clean is not None and step == segment.num_steps - 1:
+                    following = clean.to(self.device)
+                following = self._round(following)
             if stochastic:
                 states |= {step: self._stored(x), step + 1: self._stored(following)}
                 segment.rollout_log_probs[rows, step] = transition.log_prob(following, segment.log_prob_unit).cpu()
             x = following
-        states[segment.num_steps] = self._stored(x)
-        return states
+        states.pop(segment.num_steps, None)
+        if not last_steps:
+            return states, self._stored(x)
+        with torch.enable_grad():
+            return states, x.cpu()
 
     def _stored(self, x: Tensor) -> Tensor:
-        return x.to("cpu", self.storage_dtype)
+        return x.detach().to("cpu", self.storage_dtype)
 
     def _round(self, x: Tensor) -> Tensor:
-        return x.to(self.storage_dtype).float()
+        rounded = x.detach().to(self.storage_dtype).float()
+        # The difference of neighbours is exact, so this is `rounded`, and the gradient of x.
+        return x + (rounded - x.detach()) if x.requires_grad else rounded
 
     def _table(self, segment: DenoisingSegment, rows: Tensor, steps: slice) -> tuple[Tensor, Tensor, Tensor]:
         """(time, next time, std) of rows x consecutive steps, each flattened to [b * t]."""
@@ -382,24 +267,6 @@ class DenoisingPolicy(Policy):
         for latents in final.split(self.settings.decoding_rows):
             samples += self.samples_from_pixels(self.decode_latents(latents, differentiable), differentiable)
         return samples
-
-    def decode_latents(self, latents: Tensor, differentiable: bool = False) -> Tensor:
-        """Latents [b, ...] -> pixels [b, ...] float32 in [0, 1] on the device; `differentiable` keeps the gradient."""
-        with torch.set_grad_enabled(differentiable), torch.autocast(self.device.type, enabled=False):
-            latents = latents.to(self.device).float()
-            if differentiable and self.settings.gradient_checkpointing:
-                pixels = checkpoint(self.pixels_from_latents, latents, use_reentrant=False)
-            else:
-                pixels = self.pixels_from_latents(latents)
-            return (pixels / 2 + 0.5).clamp(0, 1)
-
-    # Weights
-
-    def trainable_modules(self) -> dict[str, nn.Module]:
-        return {"denoiser": self.denoiser}
-
-    def export(self, folder: Path) -> None:
-        export_pipeline(self.folder, folder, self.denoiser_component, self.denoiser)
 
 
 def _noise(generators: Sequence[torch.Generator], shape: tuple[int, ...]) -> Tensor:

@@ -22,6 +22,7 @@ from contracts.harness import (
 from torch import Tensor, nn
 
 from modalities.base import DenoisingSegment, ForwardSegment, Need, Policy, TokenSegment, Trajectory
+from modalities.errors import UserError
 from modalities.forward_process import ForwardProcessSettings
 from uniml_rl.algorithms.presets import resolve_algorithm
 from uniml_rl.build import RunConfig, build_policy
@@ -208,6 +209,23 @@ def test_samples_have_a_likelihood_with_a_gradient(case: Case) -> None:
     still = [
         name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None or not gradient.any()
     ]
+    assert not still
+
+
+@every_policy
+def test_samples_carry_a_gradient_or_say_why_not(case: Case) -> None:
+    """The same samples as the rollout's; policies with discrete decisions refuse."""
+    if any(kind != "denoising" for kind, _ in case.policy.decisions()):
+        with pytest.raises(UserError, match="gradient"):
+            case.policy.rollout_with_gradient(requests(), 1)
+        return
+    perturb(case.policy, 0.05)
+    plain = case.policy.rollout(requests()).segments[-1]
+    found = case.policy.rollout_with_gradient(requests(), 2).segments[-1]
+    assert torch.equal(found.final_latents.detach(), plain.final_latents)
+    parameters = case.policy.weight_sets.parameters()
+    gradients = torch.autograd.grad(found.final_latents.square().sum(), list(parameters.values()), allow_unused=True)
+    still = [name for name, grad in zip(parameters, gradients, strict=True) if grad is None or not grad.any()]
     assert not still
 
 
