@@ -17,7 +17,7 @@ from uniml_rl.engines.base import Engine
 from uniml_rl.engines.torch_engine import TorchEngine
 from uniml_rl.experience import Experience
 from uniml_rl.monitor.metrics import Metrics
-from uniml_rl.policy_gradient import PolicyGradientObjective
+from uniml_rl.objectives.policy_gradient import PolicyGradientObjective
 
 GROUPS, SIZE = 3, 4
 ROWS = GROUPS * SIZE

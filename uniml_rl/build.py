@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from modalities.base import Policy, PolicySummary
-from modalities.critic import CriticSettings
+from modalities.critic import Critic, CriticSettings
 from modalities.errors import did_you_mean
 from modalities.settings import Settings
+from rewards.combine import RewardSet
 from uniml_rl.algorithms.presets import merge_preset
-from uniml_rl.algorithms.settings import GROUP_ESTIMATORS, AlgorithmSettings
+from uniml_rl.algorithms.settings import AnyAlgorithm
 from uniml_rl.config import overlay, typed_block, validate
 from uniml_rl.engines.base import OptimizerSettings
+from uniml_rl.objectives.base import Objective
 from uniml_rl.schema import mistake_at
 
 POLICIES = {
@@ -54,6 +57,14 @@ REWARDS = {
 }
 ENGINES = {"torch": "uniml_rl.engines.torch_engine:TorchEngineConfig"}
 
+OBJECTIVES = {
+    "policy_gradient": "uniml_rl.objectives.policy_gradient:PolicyGradientObjective",
+    "supervised": "uniml_rl.objectives.supervised:SupervisedObjective",
+    "preference": "uniml_rl.objectives.preference:PreferenceObjective",
+    "kto": "uniml_rl.objectives.kto:KTOObjective",
+    "reward_gradient": "uniml_rl.objectives.reward_gradient:RewardGradientObjective",
+}
+
 TOTAL = "total"
 """Name of the weighted sum of the rewards beside the single ones."""
 CRITIC = "critic"
@@ -64,7 +75,7 @@ PromptsBlock = Annotated[Any, typed_block(PROMPTS, "prompt source")]
 RecordsBlock = Annotated[Any, typed_block(RECORDS, "records")]
 RewardBlock = Annotated[Any, typed_block(REWARDS, "reward")]
 EngineBlock = Annotated[Any, typed_block(ENGINES, "engine", default="torch")]
-AlgorithmBlock = Annotated[AlgorithmSettings, BeforeValidator(merge_preset)]
+AlgorithmBlock = Annotated[AnyAlgorithm, BeforeValidator(merge_preset)]
 
 
 class RewardThreshold(Settings):
@@ -165,14 +176,16 @@ class StageConfig(Settings):
     """Name of the stage, in file names and logs."""
     policy: str
     """Name of the policy, from `policies`, that this stage trains."""
-    prompts: PromptsBlock
-    """Training prompts."""
+    prompts: PromptsBlock | None = None
+    """Training prompts, which the policy makes samples of."""
+    records: RecordsBlock | None = None
+    """Prompts with given samples, in place of `prompts`, for algorithms that learn from data."""
     prompts_per_iteration: int = Field(ge=1)
-    """Prompts of one rollout, over all ranks."""
-    group_size: int = Field(ge=1)
-    """Samples per prompt."""
-    rewards: dict[str, RewardBlock] = Field(min_length=1)
-    """Rewards by name; the total is their weighted sum."""
+    """Prompts of one rollout, or records, over all ranks."""
+    group_size: int | None = Field(default=None, ge=1)
+    """Samples per prompt; given exactly when there are `prompts`."""
+    rewards: dict[str, RewardBlock] = Field(default_factory=dict)
+    """Rewards by name; the total is their weighted sum. Given exactly when there are `prompts`."""
     reward_control: Literal["none", "shuffle"] = "none"
     """`shuffle` permutes the total rewards among an iteration's samples: a control that must not learn."""
     algorithm: AlgorithmBlock
@@ -194,20 +207,38 @@ class StageConfig(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> StageConfig:
-        if self.algorithm.advantage.type in GROUP_ESTIMATORS and self.group_size < 2:
+        algorithm, name = self.algorithm, self.algorithm.name
+        if (self.prompts is None) == (self.records is None):
+            raise ValueError("give either `prompts` (the policy makes samples) or `records` (samples are given)")
+        source = "prompts" if self.records is None else "records"
+        if ("rollouts" if self.records is None else "records") not in algorithm.learns_from:
+            other = "records (given samples)" if self.records is None else "prompts (samples of the policy's own)"
+            raise ValueError(f"{source}: algorithm {name!r} learns from {other}; give those")
+        for key, given in (("group_size", self.group_size is not None), ("rewards", bool(self.rewards))):
+            if given != (self.records is None):
+                problem = "is missing" if self.records is None else "is not read: records bring samples and labels"
+                raise ValueError(f"{key}: {problem}")
+        if self.records is not None:
+            if self.until.iterations is None or self.until.reward or self.until.plateau:
+                raise ValueError("until: records have no rewards to wait for; give `iterations` alone")
+            if self.evaluation is not None and not self.evaluation.rewards:
+                raise ValueError("evaluation.rewards: records have no rewards to evaluate with; name some here")
+            if self.rehearsal or self.reward_control != "none":
+                raise ValueError("rehearsal and reward_control are about rewards of rollouts; records have none")
+        if algorithm.compares_groups and self.group_size is not None and self.group_size < 2:
             raise ValueError(
-                f"group_size: {self.group_size} with algorithm {self.algorithm.name!r}, which compares the samples of "
+                f"group_size: {self.group_size} with algorithm {name!r}, which compares the samples of "
                 "a prompt with each other: every advantage would be 0; use at least 2"
             )
-        if (self.algorithm.value is None) != (self.critic is None):
+        if algorithm.needs_critic != (self.critic is not None):
             problem = (
                 "needs a `critic` block" if self.critic is None else "has no use for the `critic` block; remove it"
             )
-            raise ValueError(f"algorithm {self.algorithm.name!r} {problem}")
-        rows = self.prompts_per_iteration * self.group_size
-        if self.algorithm.minibatches > rows:
+            raise ValueError(f"algorithm {name!r} {problem}")
+        rows = self.prompts_per_iteration * (self.group_size or 1)
+        if algorithm.minibatches > rows:
             raise ValueError(
-                f"algorithm.minibatches: {self.algorithm.minibatches} optimizer steps cannot share the {rows} samples "
+                f"algorithm.minibatches: {algorithm.minibatches} optimizer steps cannot share the {rows} samples "
                 "of an iteration (prompts_per_iteration x group_size)"
             )
         if self.ema is not None and self.evaluation is None:
@@ -318,6 +349,13 @@ def policies_of(config: RunConfig, stages: Sequence[StageConfig]) -> set[str]:
     """The policies that these stages train, and the parts of those."""
     trained = {stage.policy for stage in stages}
     return trained | {part for name in trained for part in part_names(config.policies[name])}
+
+
+def build_objective(settings: AnyAlgorithm, critic: Critic | None, rewards: RewardSet | None) -> Objective:
+    """The objective of an algorithm; it takes of critic and rewards what it uses."""
+    module, _, name = OBJECTIVES[settings.objective].partition(":")
+    objective: Objective = getattr(import_module(module), name).build(settings, critic, rewards)
+    return objective
 
 
 def build_policy(config: RunConfig, name: str, device: str, built: Callable[[str], Policy] | None = None) -> Policy:

@@ -28,16 +28,22 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> None:
 
 def _check_stage(config: RunConfig, stage: StageConfig) -> None:
     summary = inspect_policy(config, stage.policy)
-    for kind, unit in summary.decisions:
-        stage.algorithm.check(group_size=stage.group_size, log_prob_unit=unit, kind=kind)
     if summary.trainable_parameters == 0:
         raise UserError(f"policies.{stage.policy}: nothing in it is trainable.")
-    prompts = stage.prompts.build(config.seed).first(FIRST_RECORDS)
-    rewards = RewardSet.build(stage.rewards, "cpu")
-    rewards.check(summary.sample_kind, prompts)
+    group_size, rewards = stage.group_size, RewardSet.build(stage.rewards, "cpu") if stage.rewards else None
+    if stage.prompts is not None and rewards is not None:
+        rewards.check(summary.sample_kind, stage.prompts.build(config.seed).first(FIRST_RECORDS))
+    else:
+        assert stage.records is not None
+        records = stage.records.build(config.seed)
+        records.check_kind(summary.sample_kind)
+        group_size = min(len(record.samples) for record in records.first(FIRST_RECORDS))
+    for kind, unit in summary.decisions:
+        stage.algorithm.check(group_size=group_size, log_prob_unit=unit, kind=kind)
     if stage.evaluation is not None:
         held_out = stage.evaluation.prompts.build(config.seed).first(FIRST_RECORDS)
-        rewards.check(summary.sample_kind, held_out)
+        if rewards is not None:
+            rewards.check(summary.sample_kind, held_out)
         if stage.evaluation.rewards:
             RewardSet.build(stage.evaluation.rewards, "cpu").check(summary.sample_kind, held_out)
 
@@ -64,13 +70,21 @@ def check_from_yaml(path: str | Path, overrides: Sequence[str] = ()) -> None:
         )
     console.print(table)
     for index, stage in enumerate(config.stages):
-        rows = stage.prompts_per_iteration * stage.group_size
         console.print(
-            f"stage {index} [bold]{stage.name}[/]: {stage.algorithm.name} on {stage.policy}, "
-            f"{stage.prompts_per_iteration} prompts x {stage.group_size} samples = {rows} per iteration, "
-            f"rewards {', '.join(stage.rewards)}; ends at {stage.until.in_words()}"
+            f"stage {index} [bold]{stage.name}[/]: {stage.algorithm.name} on {stage.policy}, {_learns_from(stage)}; "
+            f"ends at {stage.until.in_words()}"
         )
     console.print("[green]the configuration is valid[/]")
+
+
+def _learns_from(stage: StageConfig) -> str:
+    if stage.group_size is None:
+        return f"{stage.prompts_per_iteration} records per iteration"
+    rows = stage.prompts_per_iteration * stage.group_size
+    return (
+        f"{stage.prompts_per_iteration} prompts x {stage.group_size} samples = {rows} per iteration, "
+        f"rewards {', '.join(stage.rewards)}"
+    )
 
 
 def _size(gib: float) -> str:

@@ -18,6 +18,7 @@ from uniml_rl.build import (
     RunConfig,
     StageConfig,
     UntilSettings,
+    build_objective,
     build_policy,
     evaluation_sampling,
     part_names,
@@ -25,6 +26,7 @@ from uniml_rl.build import (
 )
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
 from uniml_rl.data.prompts import MixedPromptStream, PromptStream
+from uniml_rl.data.records import RecordStream
 from uniml_rl.engines.base import Engine
 from uniml_rl.evaluation import Evaluation, Evaluator, compare, evaluation_metrics
 from uniml_rl.export import export_policy
@@ -32,9 +34,11 @@ from uniml_rl.monitor.progress import Progress
 from uniml_rl.monitor.report import StageReport
 from uniml_rl.monitor.samples import save_before_after, save_samples
 from uniml_rl.monitor.writer import MetricsWriter
-from uniml_rl.policy_gradient import PolicyGradientObjective
 from uniml_rl.stage_rewards import StageRewards
 from uniml_rl.trainer import Trainer
+
+ITERATIONS_WITHOUT_REWARD = 5
+"""So many iterations in a row without one valid reward end the run."""
 
 
 @dataclass
@@ -143,6 +147,7 @@ class Curriculum:
             position.rewards.append(report.reward_mean)
             if config.ema is not None:
                 stage.policy.average("ema", config.ema.decay)
+            self._refuse_to_learn_from_nothing()
             metrics = dict(report.metrics)
             ended = why_ended(config.until, position.iteration, position.rewards) is not None
             every = config.evaluation.every if config.evaluation else None
@@ -158,6 +163,16 @@ class Curriculum:
             self.progress.advance(position.iteration, metrics)
         self.progress.note(f"stage {config.name} ended: {reason}")
         self._close(stage)
+
+    def _refuse_to_learn_from_nothing(self) -> None:
+        last = self.position.rewards[-ITERATIONS_WITHOUT_REWARD:]
+        stage = self.config.stages[self.position.stage]
+        if stage.rewards and len(last) == ITERATIONS_WITHOUT_REWARD and not any(map(math.isfinite, last)):
+            raise UserError(
+                f"stage {stage.name!r}: no sample had a valid reward in {len(last)} iterations in a row, so nothing is "
+                "learned. `reward/.../failures` in metrics.jsonl counts which rewards failed; `on_error: fail` shows "
+                "the first failure."
+            )
 
     def _close(self, stage: OpenStage) -> None:
         """Exports the policy, moves on, and saves what later stages need."""
@@ -239,17 +254,22 @@ class Curriculum:
         self.progress.activity(f"opening stage {config.name}")
         policy = self._policy(config.policy)
         critic = self._critic(config, policy)
-        objective = PolicyGradientObjective(config.algorithm, critic)
-        prompts, rewards = self._prompts(config), self._rewards(config, index)
+        source, rewards = self._source(config), self._rewards(config, index)
+        group_size = config.group_size
+        if isinstance(source, RecordStream):
+            source.check_kind(policy.sample_kind)
+            group_size = len(source.first(1)[0].samples)
+        else:
+            rewards.check(policy.sample_kind, source.first(8))
         for segment_kind, unit in policy.decisions():
-            config.algorithm.check(group_size=config.group_size, log_prob_unit=unit, kind=segment_kind)
+            config.algorithm.check(group_size=group_size, log_prob_unit=unit, kind=segment_kind)
+        objective = build_objective(config.algorithm, critic, rewards.own)
         objective.check_policy(policy)
-        rewards.check(policy.sample_kind, prompts.first(8))
         optimizers = {config.policy: (policy.trainable_modules(), config.optimizer)}
         if critic is not None and config.critic is not None:
             optimizers[CRITIC] = (critic.trainable_modules(), config.critic.optimizer)
         self.engine.attach(optimizers)
-        trainer = Trainer(policy, prompts, rewards, objective, self.engine, config, index, seed)
+        trainer = Trainer(policy, source, rewards, objective, self.engine, config, index, seed)
         stage = OpenStage(config, policy, critic, trainer, rewards, self._evaluator(config, policy, rewards, index))
         if self._restored is not None and self.position.iteration > 0:
             trainer.load_state_dict(self._restored["trainer"])
@@ -259,8 +279,7 @@ class Curriculum:
         else:
             policy.forget_all()
             policy.set_version(0)
-            if objective.needs_reference:
-                policy.keep("reference")
+            objective.start(policy)
             if config.ema is not None:
                 policy.average("ema", config.ema.decay)
         self._restored = None
@@ -291,18 +310,22 @@ class Curriculum:
     def _stage_index(self, name: str) -> int:
         return [stage.name for stage in self.config.stages].index(name)
 
-    def _prompts(self, config: StageConfig) -> PromptStream:
-        own = config.prompts.build(self.config.seed)
+    def _source(self, config: StageConfig) -> PromptStream | RecordStream:
+        if config.prompts is None:
+            assert config.records is not None
+            records: RecordStream = config.records.build(self.config.seed)
+            return records
+        own: PromptStream = config.prompts.build(self.config.seed)
         if not config.rehearsal:
             return own
         earlier = [self.config.stages[self._stage_index(rehearsal.stage)] for rehearsal in config.rehearsal]
         shares = [rehearsal.share for rehearsal in config.rehearsal]
-        streams = [stage.prompts.build(self.config.seed) for stage in earlier]
+        streams = [stage.prompts.build(self.config.seed) for stage in earlier if stage.prompts is not None]
         return MixedPromptStream([own, *streams], [1 - sum(shares), *shares])
 
     def _rewards(self, config: StageConfig, index: int) -> StageRewards:
         sources = [config, *(self.config.stages[self._stage_index(r.stage)] for r in config.rehearsal)]
-        sets = [RewardSet.build(source.rewards, self.device) for source in sources]
+        sets = [RewardSet.build(source.rewards, self.device) for source in sources if source.rewards]
         return StageRewards(sets, config.reward_control, self.config.seed, index)
 
     def _evaluator(self, config: StageConfig, policy: Policy, rewards: StageRewards, index: int) -> Evaluator | None:

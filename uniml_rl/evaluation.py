@@ -97,7 +97,7 @@ class Evaluator:
         self,
         policy: Policy,
         prompts: Sequence[Prompt],
-        rewards: RewardSet,
+        rewards: RewardSet | None,
         judges: RewardSet | None,
         settings: EvaluationSettings,
         sampling: Any,
@@ -137,10 +137,12 @@ class Evaluator:
                 samples += self.policy.decode(trajectory)
         # A chain makes more samples than requests; those of a prompt follow each other all the same.
         prompts = [prompt for prompt in self.prompts for _ in range(len(samples) // len(self.prompts))]
-        remembered = copy.deepcopy(self.rewards.state_dict())
-        result = self.rewards.score(samples, prompts, FADED_IN)
-        self.rewards.load_state_dict(remembered)
-        scores: dict[str, Tensor] = {TOTAL: result.total, **result.raw}
+        scores: dict[str, Tensor] = {}
+        if self.rewards is not None:
+            remembered = copy.deepcopy(self.rewards.state_dict())
+            result = self.rewards.score(samples, prompts, FADED_IN)
+            self.rewards.load_state_dict(remembered)
+            scores = {TOTAL: result.total, **result.raw}
         if self.judges is not None:
             scores |= self.judges.score(samples, prompts, FADED_IN).raw
         shape = (len(self.prompts), -1)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from modalities.base import Cut, Trajectory
+from modalities.base import Cut, Need, Trajectory
+from modalities.samples import Sample
+from rewards.combine import RewardResult
+
+
+@dataclass
+class Rollout:
+    """Samples with their trajectory and their rewards: the policy's own, or given ones with their labels."""
+
+    trajectory: Trajectory
+    samples: list[Sample]  # a row of the last segment each
+    result: RewardResult
 
 
 @dataclass
@@ -16,13 +27,15 @@ class SegmentExperience:
 
     mask: Tensor  # [B, T] bool: trained decisions of samples whose reward is valid
     groups: Tensor  # [B] int64
-    rollout_log_probs: Tensor
     old_log_probs: Tensor
     advantages: Tensor
+    old: dict[Need, Tensor] = field(default_factory=dict)
+    """What a surrogate reads of the old policy besides log-probs, [B, T, ...]."""
     correction: Tensor | None = None  # weight of each decision against a sampler with other numerics
     reference_log_probs: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
+    drift: Tensor | None = None  # 0-dim: KTO's estimate of the KL to the reference
 
 
 @dataclass
@@ -44,24 +57,29 @@ class Minibatch:
     trained_decisions: int  # of all segments and ranks
 
 
+def ancestors(trajectory: Trajectory, segment: int) -> Tensor:
+    """[B_last] int64: for each row of the last segment the row of `segment` that it descends from."""
+    rows = torch.arange(trajectory.segments[-1].num_rows)
+    for index in range(len(trajectory.segments) - 1, segment, -1):
+        parent = trajectory.segments[index].parent
+        if parent is not None:
+            rows = parent[rows]
+    return rows
+
+
 def to_segment(trajectory: Trajectory, values: Tensor, valid: Tensor, segment: int) -> tuple[Tensor, Tensor]:
     """The mean of the valid leaves' `values` [B_last] over each row of a segment, and whether there is one.
 
     Returns ([B_s] float32, [B_s] bool); rows without a valid leaf get 0 and False.
     """
-    ancestors = torch.arange(values.shape[0])
-    for index in range(len(trajectory.segments) - 1, segment, -1):
-        parent = trajectory.segments[index].parent
-        if parent is not None:
-            ancestors = parent[ancestors]
-    rows = trajectory.segments[segment].num_rows
-    known = torch.where(valid, values.double(), 0.0)
-    total = torch.zeros(rows, dtype=torch.float64).index_add_(0, ancestors, known)
-    count = torch.zeros(rows, dtype=torch.float64).index_add_(0, ancestors, valid.double())
+    rows = ancestors(trajectory, segment)
+    total, count = torch.zeros(2, trajectory.segments[segment].num_rows, dtype=torch.float64)
+    total.index_add_(0, rows, torch.where(valid, values.double(), 0.0))
+    count.index_add_(0, rows, valid.double())
     return (total / count.clamp_min(1)).float(), count > 0
 
 
 def put(values: Tensor, cut: Cut, part: Tensor) -> None:
-    """Writes a cut's part [b, t] into a tensor [B, T] on the CPU."""
+    """Writes a cut's part [b, t, ...] into a tensor [B, T, ...] on the CPU."""
     columns = torch.arange(values.shape[1])[cut.steps]
     values[cut.rows.unsqueeze(1), columns.unsqueeze(0)] = part.detach().float().cpu()

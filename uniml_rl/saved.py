@@ -215,7 +215,7 @@ def evaluate_from(source: str, overrides: Sequence[str] = ()) -> dict[str, float
     evaluator = Evaluator(
         policy,
         stage.evaluation.prompts.build(config.seed).first(stage.evaluation.count),
-        RewardSet.build(stage.rewards, device),
+        RewardSet.build(stage.rewards, device) if stage.rewards else None,
         RewardSet.build(stage.evaluation.rewards, device) if stage.evaluation.rewards else None,
         stage.evaluation,
         evaluation_sampling(config.policies[stage.policy], stage.evaluation),
@@ -223,7 +223,8 @@ def evaluate_from(source: str, overrides: Sequence[str] = ()) -> dict[str, float
         config.stages.index(stage),
     )
     means = summary(evaluator.run())
-    evaluator.rewards.close()
+    if evaluator.rewards is not None:
+        evaluator.rewards.close()
     evaluator.close()
     table = Table(title=f"{source}: stage {stage.name}, {len(evaluator.prompts)} held-out prompts")
     table.add_column("reward")

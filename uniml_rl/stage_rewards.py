@@ -27,15 +27,14 @@ class StageRewards:
         self.stage_index = stage_index
 
     @property
-    def own(self) -> RewardSet:
-        """The stage's own rewards."""
-        return self.sets[0]
+    def own(self) -> RewardSet | None:
+        """The stage's own rewards; None if it learns from records."""
+        return self.sets[0] if self.sets else None
 
     def check(self, kind: str, prompts: Sequence[Prompt]) -> None:
         """Raises UserError if a reward does not fit the samples or the prompts."""
-        self.own.check(kind, prompts)
-        for rehearsed in self.sets[1:]:
-            rehearsed.check(kind)
+        for place, rewards in enumerate(self.sets):
+            rewards.check(kind, () if place else prompts)
 
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt], iteration: int) -> RewardResult:
         """The scores in the order of the samples; a rehearsed sample is NaN in the rewards of the other stages.
@@ -46,7 +45,7 @@ class StageRewards:
         if self.control == "shuffle":
             shuffle = seeded_generator(self.run_seed, self.stage_index, iteration)
         if len(self.sets) == 1:
-            return self.own.score(samples, prompts, iteration, shuffle)
+            return self.sets[0].score(samples, prompts, iteration, shuffle)
         sources = torch.tensor([getattr(prompt, "source", 0) for prompt in prompts])
         count = len(samples)
         result = RewardResult(torch.full((count,), torch.nan), torch.zeros(count, dtype=torch.bool), {}, {}, {}, {})

@@ -1,6 +1,7 @@
-"""The loop. One iteration of reinforcement learning, the same for tokens and for denoising transitions:
+"""The loop. One iteration of learning, the same for tokens and for denoising transitions, for rollouts and given data:
 
-    prompts -> policy.rollout -> policy.decode -> rewards -> objective.prepare (old and reference log-probs, advantages)
+    prompts -> policy.rollout -> policy.decode -> rewards                     (or records -> policy.encode, labels)
+            -> objective.prepare (old and reference log-probs, advantages)
             -> minibatches -> policy.replay -> objective.loss -> engine.backward -> engine.step -> metrics
 
 It knows no modality and no algorithm: policies cut trajectories into micro-batches, objectives turn them into losses.
@@ -22,11 +23,12 @@ from modalities.samples import Prompt, Sample
 from rewards.combine import RewardResult
 from uniml_rl.build import StageConfig
 from uniml_rl.data.prompts import DrawnPrompt, PromptStream
+from uniml_rl.data.records import RecordStream
 from uniml_rl.engines.base import Engine, StepReport
-from uniml_rl.experience import Experience
+from uniml_rl.experience import Experience, Rollout
 from uniml_rl.monitor.metrics import Metrics, peak_memory_gib
 from uniml_rl.monitor.sample_metrics import measure_rollout, measure_samples
-from uniml_rl.objective import Objective
+from uniml_rl.objectives.base import Objective
 
 
 class Scores(Protocol):
@@ -65,7 +67,7 @@ class Trainer:
     def __init__(
         self,
         policy: Policy,
-        prompts: PromptStream,
+        source: PromptStream | RecordStream,
         rewards: Scores,
         objective: Objective,
         engine: Engine,
@@ -74,7 +76,7 @@ class Trainer:
         run_seed: int,
     ) -> None:
         self.policy = policy
-        self.prompts = prompts
+        self.source = source
         self.rewards = rewards
         self.objective = objective
         self.engine = engine
@@ -85,48 +87,85 @@ class Trainer:
         self._replay_checked = False
 
     def iterate(self, iteration: int) -> IterationReport:
-        """One rollout and its updates; `iteration` counts from 0 within the stage."""
+        """One rollout (or draw of records) and its updates; `iteration` counts from 0 within the stage."""
         metrics = Metrics()
         started = time.perf_counter()
-        requests = self._requests(iteration)
-        with metrics.timed("time/rollout"), self.engine.autocast():
-            trajectory = self.policy.rollout(requests)
-        with metrics.timed("time/decode"), torch.no_grad():
-            samples = self.policy.decode(trajectory)
-        with metrics.timed("time/reward"), torch.no_grad():
-            result = self.rewards.score(samples, trajectory.leaf_prompts(), iteration)
-        minibatches = self._minibatches(trajectory, iteration, epoch=0)
-        cuts = [cut for roots in minibatches for cut in self._plan(trajectory, roots)]
+        rollout = self._collect(iteration, metrics)
         with metrics.timed("time/replay"), self.engine.autocast():
+            trajectory, result = self.objective.as_trained(self.policy, rollout.trajectory, rollout.result)
+            cuts = [
+                cut for roots in self._minibatches(trajectory, iteration, 0) for cut in self._plan(trajectory, roots)
+            ]
             self._check_replay(trajectory, cuts)
             experience = self.objective.prepare(self.policy, trajectory, result, cuts, self.engine, metrics)
         with metrics.timed("time/update"):
             for epoch in range(self.stage.algorithm.epochs):
                 for roots in self._minibatches(trajectory, iteration, epoch):
                     self._update(experience, roots, iteration, metrics)
-        self.objective.finish_iteration(experience, self.engine, metrics)
-        self._measure(metrics, result, samples, trajectory, iteration, time.perf_counter() - started)
+        self.objective.finish_iteration(self.policy, experience, iteration, self.engine, metrics)
+        self._measure(metrics, rollout, iteration, time.perf_counter() - started)
         reduced = metrics.reduce(self.engine)
         return IterationReport(reduced, reduced.get("reward/mean", float("nan")))
 
-    def _requests(self, iteration: int) -> list[Request]:
+    # -- what an iteration learns from -----------------------------------------------------------------------------
+
+    def _collect(self, iteration: int, metrics: Metrics) -> Rollout:
+        if isinstance(self.source, RecordStream):
+            return self._given(self.source, iteration, metrics)
+        return self._rollout(self.source, iteration, 0, self.stage.prompts_per_iteration, metrics)
+
+    def _rollout(
+        self, source: PromptStream, iteration: int, resampling_round: int, prompts: int, metrics: Metrics
+    ) -> Rollout:
+        """Samples of the next `prompts` prompts (over all ranks), decoded and scored."""
         rank, world_size = self.engine.rank, self.engine.world_size
-        prompts = self.prompts.take(self.stage.prompts_per_iteration, rank, world_size)
-        first_group = rank * self.stage.prompts_per_iteration // world_size
+        key = SampleKey(self.run_seed, self.stage_index, iteration, 0, 0, resampling_round)
+        drawn = source.take(prompts, rank, world_size)
+        requests = requests_for(drawn, self.stage.group_size or 1, rank * prompts // world_size, key)
+        with metrics.timed("time/rollout"), self.engine.autocast(), self.policy.using(self.objective.rollout_weights):
+            trajectory = self.policy.rollout(requests)
+        with metrics.timed("time/decode"), torch.no_grad():
+            samples = self.policy.decode(trajectory)
+        with metrics.timed("time/reward"), torch.no_grad():
+            result = self.rewards.score(samples, trajectory.leaf_prompts(), iteration)
+        return Rollout(trajectory, samples, result)
+
+    def _given(self, source: RecordStream, iteration: int, metrics: Metrics) -> Rollout:
+        """The next records as if the policy had made their samples; a record is a group, its labels the rewards."""
+        per_iteration, rank, world_size = self.stage.prompts_per_iteration, self.engine.rank, self.engine.world_size
+        drawn = source.take(per_iteration, rank, world_size)
         key = SampleKey(self.run_seed, self.stage_index, iteration, prompt=0, sample=0)
-        return requests_for(prompts, self.stage.group_size, first_group, key)
+        rows = [(record, number) for record in drawn for number in range(len(record.samples))]
+        keys = [
+            replace(key, prompt=record.index, sample=record.repeat * len(record.samples) + number)
+            for record, number in rows
+        ]
+        samples = [record.samples[number] for record, number in rows]
+        with metrics.timed("time/encode"), torch.no_grad(), self.engine.autocast():
+            trajectory = self.policy.encode([record.prompt for record, _ in rows], samples, keys)
+        first = rank * per_iteration // world_size
+        groups = [first + place for place, record in enumerate(drawn) for _ in record.samples]
+        trajectory.segments[0].group = torch.tensor(groups)
+        labels = torch.tensor([record.labels[number] for record, number in rows])
+        return Rollout(trajectory, samples, RewardResult(labels, labels.isfinite(), {}, {}, {}, {}))
+
+    # -- from it to optimizer steps --------------------------------------------------------------------------------
 
     def _minibatches(self, trajectory: Trajectory, iteration: int, epoch: int) -> list[Tensor]:
         """Rows of the first segment, split into one part per optimizer step, in an order that only the seed decides."""
         count = self.stage.algorithm.minibatches
-        rows = torch.arange(trajectory.segments[0].num_rows)
+        first = trajectory.segments[0]
+        unit = torch.arange(first.num_rows)
+        if self.objective.keeps_groups:
+            unit = first.group.unique(return_inverse=True)[1]
+        order = torch.arange(int(unit.max()) + 1 if len(unit) else 0)
         if count > 1:
             generator = seeded_generator(self.run_seed, self.stage_index, iteration, epoch, self.engine.rank)
-            rows = rows[torch.randperm(len(rows), generator=generator)]
-        return [part for part in rows.tensor_split(count) if len(part)]
+            order = order[torch.randperm(len(order), generator=generator)]
+        return [torch.isin(unit, part).nonzero().flatten() for part in order.tensor_split(count) if len(part)]
 
     def _plan(self, trajectory: Trajectory, roots: Tensor) -> list[Cut]:
-        return self.policy.plan(trajectory, roots, self.stage.micro_batch)
+        return self.objective.plan(self.policy, trajectory, roots, self.stage.micro_batch)
 
     def _check_replay(self, trajectory: Trajectory, cuts: list[Cut]) -> None:
         """Before the first update of a process: is what training scores what the sampler scored, in every segment?"""
@@ -159,17 +198,11 @@ class Trainer:
             metrics.mean(f"update/weight_ratio/{name}", ratio)
         metrics.steps("gradient/skipped_steps", report.skipped)
 
-    def _measure(
-        self,
-        metrics: Metrics,
-        result: RewardResult,
-        samples: list[Sample],
-        trajectory: Trajectory,
-        iteration: int,
-        seconds: float,
-    ) -> None:
-        metrics.mean("reward/mean", result.total, mask=result.valid)
-        metrics.standard_deviation("reward/std", result.total, mask=result.valid)
+    def _measure(self, metrics: Metrics, rollout: Rollout, iteration: int, seconds: float) -> None:
+        trajectory, samples, result = rollout.trajectory, rollout.samples, rollout.result
+        if isinstance(self.source, PromptStream):
+            metrics.mean("reward/mean", result.total, mask=result.valid)
+            metrics.standard_deviation("reward/std", result.total, mask=result.valid)
         for name in result.raw:
             metrics.mean(f"reward/{name}/raw_mean", result.raw[name], mask=result.raw[name].isfinite())
             metrics.mean(f"reward/{name}/weighted_mean", result.weighted[name], mask=result.weighted[name].isfinite())
@@ -188,7 +221,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """What the next iteration depends on besides weights."""
         return {
-            "prompts": self.prompts.state_dict(),
+            "source": self.source.state_dict(),
             "objective": self.objective.state_dict(),
             "engine": self.engine.state_dict(),
             "optimizer_steps": self.optimizer_steps,
@@ -196,7 +229,7 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict`."""
-        self.prompts.load_state_dict(state["prompts"])
+        self.source.load_state_dict(state["source"])
         self.objective.load_state_dict(state["objective"])
         self.engine.load_state_dict(state["engine"])
         self.optimizer_steps = state["optimizer_steps"]

@@ -21,7 +21,7 @@ from uniml_rl.algorithms.presets import resolve_algorithm
 from uniml_rl.build import StageConfig
 from uniml_rl.engines.base import Engine
 from uniml_rl.monitor.metrics import Metrics
-from uniml_rl.policy_gradient import PolicyGradientObjective
+from uniml_rl.objectives.policy_gradient import PolicyGradientObjective
 from uniml_rl.trainer import Scores, Trainer
 
 TEXTS = ["a", "c b d a"]

@@ -11,7 +11,7 @@ from torch.distributions import Categorical
 
 from uniml_rl.algorithms.aggregation import aggregate, decision_weights, local_denominator
 from uniml_rl.algorithms.mismatch import mask_mismatch, truncate_mismatch
-from uniml_rl.algorithms.surrogate import SURROGATES, clipped_surrogate, log_ratio, sequence_log_ratio
+from uniml_rl.algorithms.surrogate import clipped_surrogate, log_ratio, sequence_log_ratio
 
 LOW, HIGH, DUAL = 0.2, 0.3, 3.0
 
@@ -127,10 +127,6 @@ def test_sequence_ratios_under_sequence_mean_are_gspo():
         objective = objective + torch.minimum(s * advantages[row], s.clamp(0.8, 1.3) * advantages[row]) / 3
     torch.testing.assert_close(loss, -objective)
     torch.testing.assert_close(found, -torch.autograd.grad(objective, new)[0])
-
-
-def test_the_table_of_surrogates_gives_the_function_of_that_name():
-    assert SURROGATES["ppo_clip"] is clipped_surrogate
 
 
 # -- rollout mismatch ------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from uniml_rl.engines.base import Engine
 from uniml_rl.engines.torch_engine import TorchEngine
 from uniml_rl.experience import to_segment
 from uniml_rl.monitor.metrics import Metrics
-from uniml_rl.policy_gradient import PolicyGradientObjective
+from uniml_rl.objectives.policy_gradient import PolicyGradientObjective
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "ddpo"])
@@ -49,7 +49,7 @@ def test_nothing_is_learnt_from_a_rollout_whose_rewards_all_failed(algorithm: st
     assert minibatch.trained_decisions == 0
     loss, (gradient,) = accumulated(objective, world, experience, torch.arange(ROWS), 4, [world.policy.table.weight])
     assert loss == 0 and torch.equal(gradient, torch.zeros_like(gradient))
-    objective.finish_iteration(experience, TorchEngine("cpu"), metrics)
+    objective.finish_iteration(world.policy, experience, 0, TorchEngine("cpu"), metrics)
     assert not any(name.startswith("nonfinite/") for name in metrics.reduce())
 
 
@@ -66,15 +66,15 @@ def test_the_kl_controller_sees_the_samples_that_were_trained_and_no_others() ->
         for row, steps in decisions(world, torch.arange(ROWS)).items()
     ]
     error = min(max(sum(estimate) / len(estimate) / 0.05 - 1, -0.2), 0.2)
-    objective.finish_iteration(experience, TorchEngine("cpu"), metrics := Metrics())
+    objective.finish_iteration(world.policy, experience, 0, TorchEngine("cpu"), metrics := Metrics())
     assert metrics.reduce()["kl/coefficient"] == pytest.approx(0.04)
-    assert objective.kl_controller is not None
-    assert objective.kl_controller.coefficient == pytest.approx(0.04 * (1 + error * len(estimate) / 40))
+    assert objective.divergence is not None
+    assert objective.divergence.controller.coefficient == pytest.approx(0.04 * (1 + error * len(estimate) / 40))
     assert 0 < len(estimate) < ROWS
     world.rewards = scored(torch.full((ROWS,), math.nan))
-    before = objective.kl_controller.coefficient
-    objective.finish_iteration(prepared(objective, world), TorchEngine("cpu"), Metrics())
-    assert objective.kl_controller.coefficient == before
+    before = objective.divergence.controller.coefficient
+    objective.finish_iteration(world.policy, prepared(objective, world), 0, TorchEngine("cpu"), Metrics())
+    assert objective.divergence.controller.coefficient == before
 
 
 ON_RANKS = [
@@ -106,7 +106,7 @@ def test_ranks_agree_with_one_process(block: dict[str, Any]) -> None:
         for _ in range(2):
             experience = prepared(objective, world, engine)
         minibatch = objective.minibatch(experience, torch.arange(size), engine)
-        objective.finish_iteration(experience, engine, Metrics())
+        objective.finish_iteration(world.policy, experience, 0, engine, Metrics())
         numbers = [float(minibatch.denominators[0]), float(minibatch.trained_decisions)]
         return experience.segments[0].advantages, numbers, objective.state_dict()
 
@@ -198,7 +198,7 @@ def test_what_lives_from_one_iteration_to_the_next_is_restored() -> None:
     for block in (ADAPTIVE, {"name": "ddpo", "advantage": {"min_count": 6}}):
         settings = resolve_algorithm(block)
         first, second, never = (PolicyGradientObjective(settings, None) for _ in range(3))
-        first.finish_iteration(prepared(first, world), TorchEngine("cpu"), Metrics())
+        first.finish_iteration(world.policy, prepared(first, world), 0, TorchEngine("cpu"), Metrics())
         fresh = prepared(never, world).segments[0].advantages
         second.load_state_dict(copy.deepcopy(first.state_dict()))
         expected, found = (prepared(each, world).segments[0].advantages for each in (first, second))
@@ -206,7 +206,7 @@ def test_what_lives_from_one_iteration_to_the_next_is_restored() -> None:
         if block is not ADAPTIVE:
             assert not torch.equal(found, fresh)
         else:
-            assert vars(second.kl_controller) == vars(first.kl_controller)
+            assert vars(second.divergence.controller) == vars(first.divergence.controller)
 
 
 def test_a_row_gets_the_mean_of_its_valid_leaves() -> None:

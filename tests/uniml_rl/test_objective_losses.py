@@ -28,7 +28,7 @@ from toy_world import (
 from modalities.critic import Critic, ValueHead
 from uniml_rl.algorithms.presets import resolve_algorithm
 from uniml_rl.experience import Experience
-from uniml_rl.policy_gradient import PolicyGradientObjective
+from uniml_rl.objectives.policy_gradient import PolicyGradientObjective
 
 
 def assert_same(

@@ -27,7 +27,7 @@ from uniml_rl.data.prompts import DrawnPrompt
 from uniml_rl.engines.base import Engine, StepReport
 from uniml_rl.engines.torch_engine import TorchEngine
 from uniml_rl.monitor.vocabulary import METRICS
-from uniml_rl.policy_gradient import PolicyGradientObjective
+from uniml_rl.objectives.policy_gradient import PolicyGradientObjective
 from uniml_rl.trainer import Trainer, requests_for
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from modalities.errors import UserError, did_you_mean
-from uniml_rl.algorithms.settings import AlgorithmSettings
+from uniml_rl.algorithms.settings import AlgorithmSettings, AnyAlgorithm
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Schulman et al. 2017, in the form used on language models (Ouyang et al. 2022): docs/algorithms/ppo.md
@@ -32,6 +34,26 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": {"mode": "token_mean"},
         "minibatches": 2,
     },
+    # Supervised fine-tuning, of text (cross-entropy) and of denoising models (Ho et al. 2020): docs/algorithms/sft.md
+    "sft": {"objective": "supervised"},
+    # Rafailov et al. 2023: docs/algorithms/dpo.md
+    "dpo": {"objective": "preference", "loss": {"type": "logistic", "beta": 0.1}},
+    # Wallace et al. 2023; its beta of 5000 is 2500 here, where the factor 1/2 is not split off
+    "diffusion_dpo": {"objective": "preference", "loss": {"type": "logistic", "beta": 2500.0}},
+    # Azar et al. 2023: docs/algorithms/ipo.md
+    "ipo": {"objective": "preference", "loss": {"type": "square", "beta": 0.1}},
+    # Ethayarajh et al. 2024: docs/algorithms/kto.md
+    "kto": {"objective": "kto"},
+    # Bradley & Terry 1952, as a loss (Ouyang et al. 2022, eq. 1): docs/algorithms/reward_model.md
+    "reward_model": {
+        "objective": "preference",
+        "loss": {"type": "logistic", "beta": 1.0},
+        "reference_free": True,
+    },
+    # Clark et al. 2023: docs/algorithms/draft.md
+    "draft": {"objective": "reward_gradient", "gradient": {"type": "last_steps", "count": 1}},
+    # Prabhudesai et al. 2023: docs/algorithms/alignprop.md
+    "alignprop": {"objective": "reward_gradient", "gradient": {"type": "random_last_steps"}},
     # Liu et al. 2025 (Flow-GRPO): docs/algorithms/flow_grpo.md
     "flow_grpo": {
         "advantage": {"type": "group", "scale": "group_std", "epsilon": 1e-4, "clip": 5.0},
@@ -41,6 +63,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "minibatches": 2,
     },
 }
+
+
+_ANY: TypeAdapter[AnyAlgorithm] = TypeAdapter(AnyAlgorithm)
 
 
 def merge_preset(block: Any) -> Any:
@@ -57,16 +82,23 @@ def merge_preset(block: Any) -> Any:
     name = given.get("name")
     if not isinstance(name, str) or name not in PRESETS:
         raise UserError(f"name {name!r}: allowed are {', '.join(sorted(PRESETS))}{did_you_mean(str(name), PRESETS)}")
-    return _merge(PRESETS[name], given)
+    preset = {"objective": "policy_gradient", **PRESETS[name]}
+    if given.get("objective", preset["objective"]) != preset["objective"]:
+        raise UserError(
+            f"objective {given['objective']!r}: it comes with the name, and that of {name!r} is "
+            f"{preset['objective']!r}. Remove the key, or choose another algorithm."
+        )
+    return _merge(preset, given)
 
 
-def resolve_algorithm(block: Mapping[str, Any] | str | AlgorithmSettings) -> AlgorithmSettings:
+def resolve_algorithm(block: Mapping[str, Any] | str | AlgorithmSettings) -> AnyAlgorithm:
     """The settings of an `algorithm` block: its preset, overridden by the block.
 
     Raises UserError as `merge_preset`, and pydantic's ValidationError for parts that are wrong or do not fit each
     other. (A file is read by `uniml_rl.config`, which says where in it the mistake is.)
     """
-    return AlgorithmSettings.model_validate(merge_preset(block))
+    resolved: AnyAlgorithm = _ANY.validate_python(merge_preset(block))
+    return resolved
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,257 +1,72 @@
-"""The `algorithm` block: one choice per part. A key that the chosen type does not read cannot be written."""
+"""The `algorithm` block, resolved: what every algorithm says of itself, and the settings of each kind of objective."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from modalities.base import LogProbUnit
 from modalities.errors import UserError
+from modalities.forward_process import ForwardProcessSettings
 from modalities.settings import Settings
-from uniml_rl.algorithms.aggregation import AggregationMode
-from uniml_rl.algorithms.controllers import AdaptiveKL, FixedKL, KLController
-from uniml_rl.algorithms.mismatch import Correction, mask_mismatch, truncate_mismatch
-from uniml_rl.algorithms.surrogate import SURROGATES, SurrogateTerms
+from uniml_rl.algorithms.parts import (
+    GROUP_ESTIMATORS,
+    AdvantageSettings,
+    AggregationSettings,
+    KLSettings,
+    MismatchSettings,
+    PPOClip,
+    SurrogateSettings,
+    ValueSettings,
+)
+from uniml_rl.algorithms.preference import logistic_preference_loss
 
-CLIP_RANGES: dict[LogProbUnit, float] = {"token": 0.2, "element_mean": 1e-4}
-"""The usual clip range of each unit of a log-prob. "element_sum" has none: it grows with the latent's size."""
-
-GROUP_ESTIMATORS = ("group", "leave_one_out")
-
-
-class GroupAdvantage(Settings):
-    """(r - mean of the group) / (std + epsilon): GRPO, Dr. GRPO, Flow-GRPO."""
-
-    type: Literal["group"] = "group"
-    """Compare the samples of one prompt with each other."""
-    scale: Literal["group_std", "batch_std", "none"] = "group_std"
-    """What divides: the group's own standard deviation, that of all rewards of the batch, or nothing."""
-    epsilon: float = Field(default=1e-4, ge=0)
-    """Added to the standard deviation."""
-    clip: float | None = Field(default=None, gt=0)
-    """Bound of the advantage's absolute value; null: none."""
-
-
-class LeaveOneOutAdvantage(Settings):
-    """r minus the mean of the group's other samples: RLOO."""
-
-    type: Literal["leave_one_out"] = "leave_one_out"
-    """Compare each sample of a prompt with the others."""
-    clip: float | None = Field(default=None, gt=0)
-    """Bound of the advantage's absolute value; null: none."""
-
-
-class RunningPromptAdvantage(Settings):
-    """(r - mean) / (std + epsilon) over the prompt's last rewards, whichever iterations they come from: DDPO."""
-
-    type: Literal["running_prompt"] = "running_prompt"
-    """Compare a sample with what its prompt got before."""
-    buffer_size: int = Field(default=16, ge=1)
-    """Rewards remembered per prompt."""
-    min_count: int = Field(default=16, ge=1)
-    """With fewer remembered rewards, the batch's mean and standard deviation are taken."""
-    epsilon: float = Field(default=1e-6, ge=0)
-    """Added to the standard deviation."""
-    clip: float | None = Field(default=5.0, gt=0)
-    """Bound of the advantage's absolute value; null: none."""
-
-    @model_validator(mode="after")
-    def _reachable(self) -> RunningPromptAdvantage:
-        if self.min_count > self.buffer_size:
-            raise UserError(
-                f"min_count {self.min_count} can never be reached with buffer_size {self.buffer_size}: "
-                "the statistics per prompt would never be used. Raise buffer_size or lower min_count."
-            )
-        return self
-
-
-class BatchAdvantage(Settings):
-    """(r - mean of the batch) / (std + epsilon), one number per sample: REINFORCE with normalised rewards."""
-
-    type: Literal["batch"] = "batch"
-    """Compare a sample with all samples of the iteration."""
-    scale: Literal["batch_std", "none"] = "batch_std"
-    """What divides: the standard deviation of the batch, or nothing."""
-    epsilon: float = Field(default=1e-6, ge=0)
-    """Added to the standard deviation."""
-    clip: float | None = Field(default=None, gt=0)
-    """Bound of the advantage's absolute value; null: none."""
-
-
-class GAEAdvantage(Settings):
-    """Generalised advantage estimation with a critic: PPO."""
-
-    model_config = ConfigDict(serialize_by_alias=True)
-
-    type: Literal["gae"] = "gae"
-    """Compare each decision's outcome with a critic's expectation."""
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per decision."""
-    lambda_: float = Field(default=0.95, ge=0, le=1, alias="lambda")
-    """Trades the critic's bias (0) against the return's variance (1)."""
-    whiten: bool = True
-    """Normalise the advantages of the iteration to mean 0 and standard deviation 1 over all trained decisions."""
-    epsilon: float = Field(default=1e-8, ge=0)
-    """Added to the standard deviation when whitening."""
-    clip: float | None = Field(default=None, gt=0)
-    """Bound of the advantage's absolute value; null: none."""
-
-
-AdvantageSettings = Annotated[
-    GroupAdvantage | LeaveOneOutAdvantage | RunningPromptAdvantage | BatchAdvantage | GAEAdvantage,
-    Field(discriminator="type"),
-]
-
-
-class PPOClip(Settings):
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), optionally with a second bound for A < 0."""
-
-    type: Literal["ppo_clip"] = "ppo_clip"
-    """Clip the probability ratio."""
-    low: float | None = Field(default=None, gt=0, le=1)
-    """The ratio's gradient stops below 1 - low. null: 0.2 for tokens, 1e-4 for mean log-probs of latents."""
-    high: float | None = Field(default=None, gt=0)
-    """The ratio's gradient stops above 1 + high. null: the same as low."""
-    dual: float | None = Field(default=None, gt=1)
-    """Bound of the loss at dual x |A| where A < 0 (dual-clip PPO; 3 is usual); null: none."""
-
-    def bounds(self, unit: LogProbUnit) -> dict[str, float | None]:
-        """The arguments of `clipped_surrogate` for decisions of this unit."""
-        low = CLIP_RANGES[unit] if self.low is None else self.low
-        return {"low": low, "high": low if self.high is None else self.high, "dual": self.dual}
-
-
-SurrogateSettings = PPOClip
-"""Becomes a union discriminated by `type` with the second surrogate."""
-
-
-class AdaptiveKLSettings(Settings):
-    """beta <- beta (1 + clip(kl / target - 1, +-0.2) samples / horizon) after each iteration."""
-
-    target: float = Field(gt=0)
-    """KL per sample (summed over its decisions) that the controller steers to."""
-    horizon: float = Field(gt=0)
-    """Samples over which the coefficient may change by 20 %."""
-
-
-class KLSettings(Settings):
-    """The pull back to the reference policy."""
-
-    coefficient: float = Field(gt=0)
-    """Weight of the divergence; where it starts, if adaptive."""
-    estimator: Literal["k1", "k2", "k3", "gaussian", "prediction_mse"]
-    """From log-probs: k1, k2 or k3. For denoising also: gaussian, the KL of the transitions (true variance), and
-    prediction_mse, the mean squared difference of the predicted velocity or noise."""
-    placement: Literal["reward", "loss"]
-    """Subtract it from the reward of each decision, or add it to the loss."""
-    adaptive: AdaptiveKLSettings | None = None
-    """Steer the coefficient to a target divergence; null: it stays."""
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> KLSettings:
-        if self.estimator == "k1" and self.placement == "loss":
-            raise UserError(
-                "estimator k1 in the loss does nothing: its expected gradient is 0 on-policy. Use k2 in the loss "
-                "(its gradient is that of the reverse KL), or placement: reward."
-            )
-        if self.estimator in ("gaussian", "prediction_mse"):
-            if self.placement == "reward":
-                raise UserError(
-                    f"estimator {self.estimator!r} is no estimate from a sample's log-probs, which is what a reward is "
-                    "charged with. Use placement: loss, or estimator: k1."
-                )
-            if self.adaptive is not None:
-                raise UserError(
-                    f"adaptive: the controller steers the KL that is estimated from log-probs, and estimator "
-                    f"{self.estimator!r} does not compute them for the reference. Use k2 or k3, or adaptive: null."
-                )
-        return self
-
-    def controller(self) -> KLController:
-        """The controller of the coefficient."""
-        if self.adaptive is None:
-            return FixedKL(self.coefficient)
-        return AdaptiveKL(self.coefficient, self.adaptive.target, self.adaptive.horizon)
-
-
-class AggregationSettings(Settings):
-    """How the losses of single decisions become one number."""
-
-    mode: AggregationMode = "token_mean"
-    """Mean over decisions; mean over samples of the mean (or sum) over their decisions; sum over a constant; or mean
-    over prompts of the mean over their decisions."""
-    constant: float | None = Field(default=None, gt=0)
-    """What sum_over_constant divides by; given exactly when the mode is that."""
-
-    @model_validator(mode="after")
-    def _constant_is_read(self) -> AggregationSettings:
-        if (self.mode == "sum_over_constant") != (self.constant is not None):
-            raise UserError(
-                f"mode {self.mode!r} with constant {self.constant}: sum_over_constant needs a constant (for Dr. GRPO: "
-                "samples per optimizer step x maximal length), and no other mode reads one."
-            )
-        return self
-
-
-class ValueSettings(Settings):
-    """The critic's loss. What the critic is, and its optimizer, stand in the stage's `critic` block."""
-
-    coefficient: float = Field(default=1.0, gt=0)
-    """Weight of the value loss, which matters where its gradient reaches the policy's own trunk."""
-    clip: float | None = Field(default=0.2, gt=0)
-    """How far a value may move from the one at rollout before its gradient stops; null: any distance."""
-    warm_up_iterations: int = Field(default=0, ge=0)
-    """Iterations at the start in which only the critic learns."""
-
-
-class TruncateMismatch(Settings):
-    """Weight min(rho, cap) on each decision, rho = exp(old - rollout log-prob)."""
-
-    type: Literal["truncate"] = "truncate"
-    """Truncated importance sampling."""
-    cap: float = Field(default=2.0, gt=0)
-    """Largest weight."""
-
-    def correct(self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Correction:
-        """The weights and the decisions that stay; all [B, T]."""
-        return truncate_mismatch(old_log_probs, rollout_log_probs, mask, self.cap)
-
-
-class MaskMismatch(Settings):
-    """Decisions or sequences whose rho lies outside of [low, high] are not trained."""
-
-    type: Literal["mask"] = "mask"
-    """Leave out what the sampler and the trainer disagree on."""
-    low: float = Field(default=0.5, ge=0)
-    """Smallest rho that is kept."""
-    high: float = Field(default=2.0, gt=0)
-    """Largest rho that is kept."""
-    level: Literal["decision", "sequence"] = "decision"
-    """Judge single decisions, or whole samples by the geometric mean of rho."""
-
-    @model_validator(mode="after")
-    def _band_holds_one(self) -> MaskMismatch:
-        if not self.low < 1 < self.high:
-            raise UserError(f"the band [{self.low}, {self.high}] must hold 1, the rho of a perfect sampler.")
-        return self
-
-    def correct(self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Correction:
-        """The weights and the decisions that stay; all [B, T]."""
-        return mask_mismatch(old_log_probs, rollout_log_probs, mask, self.low, self.high, self.level)
-
-
-MismatchSettings = Annotated[TruncateMismatch | MaskMismatch, Field(discriminator="type")]
+LearnsFrom = Literal["rollouts", "records"]
 
 
 class AlgorithmSettings(Settings):
-    """An algorithm is a row of parts: advantage x ratio x surrogate x KL x aggregation. `name` picks a row of the table
-    in `presets.py`; every other key replaces a part of it."""
+    """What every algorithm has. `name` picks a row of the table in `presets.py`; every other key replaces a part of
+    it."""
+
+    learns_from: ClassVar[frozenset[LearnsFrom]] = frozenset({"rollouts"})
+    """Its own rollouts, given records, or either."""
 
     name: str
     """The preset."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each rollout."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per pass."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the stage must give a `critic` block."""
+        return False
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a prompt's samples are compared with each other, so that one alone teaches nothing."""
+        return False
+
+    def check(self, group_size: int | None, log_prob_unit: LogProbUnit | None = None, kind: str | None = None) -> None:
+        """Raises UserError where the algorithm does not fit the group size (or a record's number of samples) or, where
+        they are known, a segment's unit of log-probs and its kind ("tokens", "denoising")."""
+        if self.compares_groups and group_size is not None and group_size < 2:
+            raise UserError(
+                f"algorithm {self.name!r} compares the samples of a prompt with each other, but the group size is "
+                f"{group_size}: nothing could be learned. Use at least 2"
+                + (", or advantage.type: batch or running_prompt." if hasattr(self, "advantage") else ".")
+            )
+
+
+class PolicyGradientSettings(AlgorithmSettings):
+    """A row of parts: advantage x ratio x surrogate x KL x aggregation."""
+
+    objective: Literal["policy_gradient"] = "policy_gradient"
+    """How rewards become a gradient; it comes with the name."""
     advantage: AdvantageSettings
     """How good each decision was."""
     ratio: Literal["decision", "sequence"] = "decision"
@@ -268,17 +83,13 @@ class AlgorithmSettings(Settings):
     """Correction for a sampler whose numerics differ from the trainer's; null: none."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
-    epochs: int = Field(default=1, ge=1)
-    """Passes over each rollout."""
-    minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps per pass."""
     replay_check: Literal["error", "warn", "off"] = "error"
     """What happens if replay and rollout disagree before the first update."""
     replay_tolerance: float | None = Field(default=None, gt=0)
     """Largest mean |replayed - rollout log-prob| that passes; null: chosen by dtype and unit."""
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> AlgorithmSettings:
+    def _parts_fit(self) -> PolicyGradientSettings:
         if self.ratio == "sequence" and self.aggregation.mode != "sequence_mean_token_mean":
             raise UserError(
                 f"ratio: sequence with aggregation.mode: {self.aggregation.mode}: a ratio shared by a whole sequence "
@@ -293,20 +104,17 @@ class AlgorithmSettings(Settings):
             )
         return self
 
-    def check(self, group_size: int, log_prob_unit: LogProbUnit | None = None, kind: str | None = None) -> None:
-        """Raises UserError where the algorithm does not fit the group size or, where they are known, a segment's unit
-        of log-probs and its kind ("tokens", "denoising")."""
-        if self.advantage.type in GROUP_ESTIMATORS and group_size < 2:
-            raise UserError(
-                f"algorithm.advantage.type {self.advantage.type!r} compares the samples of a prompt with each other, "
-                f"but the group size is {group_size}: every advantage would be 0. Use at least 2, or "
-                "advantage.type: batch or running_prompt."
-            )
-        if self.surrogate.low is None and log_prob_unit is not None and log_prob_unit not in CLIP_RANGES:
-            raise UserError(
-                f"algorithm.surrogate.low: there is no usual clip range for log-probs of the unit {log_prob_unit!r}, "
-                "because they grow with the latent's size; give one (1e-4 x elements is where to start)."
-            )
+    @property
+    def needs_critic(self) -> bool:
+        return self.value is not None
+
+    @property
+    def compares_groups(self) -> bool:
+        return self.advantage.type in GROUP_ESTIMATORS
+
+    def check(self, group_size: int | None, log_prob_unit: LogProbUnit | None = None, kind: str | None = None) -> None:
+        super().check(group_size, log_prob_unit, kind)
+        self.surrogate.check(log_prob_unit, kind)
         if kind == "denoising":
             if self.ratio == "sequence":
                 raise UserError("algorithm.ratio: sequence is for tokens; denoising steps are scored one at a time.")
@@ -321,10 +129,6 @@ class AlgorithmSettings(Settings):
                 "none. Use k1, k2 or k3."
             )
 
-    def surrogate_terms(self, log_ratio: Tensor, advantages: Tensor, unit: LogProbUnit) -> SurrogateTerms:
-        """The chosen surrogate on [b, t] with the bounds for this unit."""
-        return SURROGATES[self.surrogate.type](log_ratio, advantages, **self.surrogate.bounds(unit))
-
 
 _REPLAY_TOLERANCES: dict[LogProbUnit, dict[torch.dtype, float]] = {
     "token": {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1},
@@ -333,10 +137,145 @@ _REPLAY_TOLERANCES: dict[LogProbUnit, dict[torch.dtype, float]] = {
 }
 
 
-def replay_tolerance(settings: AlgorithmSettings, dtype: torch.dtype, unit: LogProbUnit) -> float:
+def replay_tolerance(settings: PolicyGradientSettings, dtype: torch.dtype, unit: LogProbUnit) -> float:
     """Largest mean |replayed - rollout log-prob| that passes the replay check, for a policy computing in `dtype`.
 
     The defaults lie a few times above what rounding alone does, and below what a lost temperature, guidance scale or
     position does.
     """
     return settings.replay_tolerance or _REPLAY_TOLERANCES[unit][dtype]
+
+
+class SupervisedSettings(AlgorithmSettings):
+    """Maximum likelihood on given samples: -log-prob of tokens, the denoising loss of latents."""
+
+    learns_from: ClassVar[frozenset[LearnsFrom]] = frozenset({"records"})
+
+    objective: Literal["supervised"] = "supervised"
+    """How samples become a gradient; it comes with the name."""
+    forward: ForwardProcessSettings = ForwardProcessSettings()
+    """For denoising models: at which times of the forward process they are scored. Tokens do not read it."""
+    aggregation: AggregationSettings = AggregationSettings()
+    """From decisions to one number."""
+
+
+class LogisticLoss(Settings):
+    """-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h), h the margin of the chosen over the rejected sample."""
+
+    type: Literal["logistic"] = "logistic"
+    """DPO; without a reference, the Bradley-Terry loss of a reward model."""
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the pull to the reference."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """s, the share of labels that are taken to be wrong."""
+
+    def terms(self, margin: Tensor) -> Tensor:
+        """The loss of each pair."""
+        return logistic_preference_loss(margin, self.beta, self.label_smoothing)
+
+
+class SquareLoss(Settings):
+    """(h - 1 / (2 beta))^2, h the margin of the chosen over the rejected sample."""
+
+    type: Literal["square"] = "square"
+    """IPO."""
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the pull to the reference; tau in the paper."""
+    per_decision: bool = False
+    """Divide each sample's log-ratio by its number of decisions first."""
+
+    def terms(self, margin: Tensor) -> Tensor:
+        """The loss of each pair."""
+        return (margin - 1 / (2 * self.beta)).square()
+
+
+PreferenceLoss = Annotated[LogisticLoss | SquareLoss, Field(discriminator="type")]
+
+
+class PreferenceSettings(AlgorithmSettings):
+    """Learns from pairs: given ones, or the best and the worst of the policy's own samples of a prompt."""
+
+    learns_from: ClassVar[frozenset[LearnsFrom]] = frozenset({"rollouts", "records"})
+
+    objective: Literal["preference"] = "preference"
+    """How pairs become a gradient; it comes with the name."""
+    loss: PreferenceLoss
+    """The loss of a pair."""
+    reference_free: bool = False
+    """Compare the log-probs (a reward model's scores) themselves, without those of a reference."""
+    forward: ForwardProcessSettings = ForwardProcessSettings(shared_in_group=True)
+    """For denoising models: at which times of the forward process they are scored. Tokens do not read it."""
+
+    @property
+    def compares_groups(self) -> bool:
+        return True
+
+
+class KTOSettings(AlgorithmSettings):
+    """Learns from single samples that are desirable or not."""
+
+    learns_from: ClassVar[frozenset[LearnsFrom]] = frozenset({"rollouts", "records"})
+
+    objective: Literal["kto"] = "kto"
+    """How samples become a gradient; it comes with the name."""
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the pull to the reference."""
+    desirable_weight: float = Field(default=1.0, gt=0)
+    """Weight of desirable samples, lambda_D."""
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """Weight of the others, lambda_U."""
+    desirable_above: float | Literal["group_mean"] = 0.5
+    """A sample is desirable if its label or reward is above this number, or above the mean of its prompt's samples."""
+    forward: ForwardProcessSettings = ForwardProcessSettings()
+    """For denoising models: at which times of the forward process they are scored. Tokens do not read it."""
+
+    @property
+    def compares_groups(self) -> bool:
+        return self.desirable_above == "group_mean"
+
+
+class LastSteps(Settings):
+    """DRaFT-K: the gradient runs through the last K denoising steps."""
+
+    type: Literal["last_steps"] = "last_steps"
+    """A fixed number of steps."""
+    count: int = Field(default=1, ge=1)
+    """K; the number of sampling steps or more is the whole trajectory (DRaFT)."""
+
+    def draw(self, steps: int, generator: torch.Generator) -> int:
+        """How many of the last of `steps` steps keep the gradient."""
+        return min(self.count, steps)
+
+
+class RandomLastSteps(Settings):
+    """AlignProp: as many of the last steps as are drawn, uniformly from 1 to all, for each micro-batch."""
+
+    type: Literal["random_last_steps"] = "random_last_steps"
+    """A random number of steps."""
+
+    def draw(self, steps: int, generator: torch.Generator) -> int:
+        """How many of the last of `steps` steps keep the gradient."""
+        return int(torch.randint(1, steps + 1, (), generator=generator))
+
+
+class RewardGradientSettings(AlgorithmSettings):
+    """Raises a differentiable reward by its own gradient, through the decoder and the last denoising steps."""
+
+    objective: Literal["reward_gradient"] = "reward_gradient"
+    """How rewards become a gradient; it comes with the name."""
+    gradient: Annotated[LastSteps | RandomLastSteps, Field(discriminator="type")]
+    """Which steps the gradient runs through."""
+
+    def check(self, group_size: int | None, log_prob_unit: LogProbUnit | None = None, kind: str | None = None) -> None:
+        super().check(group_size, log_prob_unit, kind)
+        if kind not in (None, "denoising"):
+            raise UserError(
+                f"algorithm {self.name!r} sends the reward's gradient into the sample, and {kind} have none: they are "
+                "drawn from discrete choices. Use it with a denoising policy, or grpo, ppo ... here."
+            )
+
+
+AnyAlgorithm = Annotated[
+    PolicyGradientSettings | SupervisedSettings | PreferenceSettings | KTOSettings | RewardGradientSettings,
+    Field(discriminator="objective"),
+]

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from modalities.base import LogProbUnit, Need
+
+
+@dataclass(frozen=True)
+class SurrogateInputs:
+    """What a surrogate loss may read of b rows and t decisions; `log_ratio`, `log_probs` and `now` have a gradient."""
+
+    log_ratio: Tensor  # [b, t] float32, log pi - log pi_old, of the decision or of its whole sequence
+    advantages: Tensor  # [b, t] float32
+    log_probs: Tensor  # [b, t] float32, log pi
+    mask: Tensor  # [b, t] bool
+    unit: LogProbUnit
+    iteration: int
+    now: dict[Need, Tensor] = field(default_factory=dict)
+    """What the surrogate's `needs` name, under the current weights."""
+    old: dict[Need, Tensor] = field(default_factory=dict)
+    """The same under the weights that the iteration began with."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +76,3 @@ def clipped_surrogate(
         beyond = (advantages < 0) & (loss > ceiling)
         loss, clipped = torch.where(beyond, ceiling, loss), clipped | beyond
     return SurrogateTerms(loss, clipped, ratio.detach())
-
-
-SURROGATES: dict[str, Callable[..., SurrogateTerms]] = {"ppo_clip": clipped_surrogate}
-"""Each takes (log_ratio, advantages, **bounds); its name is the `type` of `algorithm.surrogate`."""

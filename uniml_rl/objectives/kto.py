@@ -1,0 +1,87 @@
+"""Learning from single samples that are desirable or not: KTO."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from modalities.base import Cut, Policy, Trajectory
+from rewards.combine import RewardResult
+from uniml_rl.algorithms.advantages import group_advantages
+from uniml_rl.algorithms.aggregation import aggregate
+from uniml_rl.algorithms.preference import kto_loss
+from uniml_rl.algorithms.settings import KTOSettings
+from uniml_rl.engines.base import Engine
+from uniml_rl.experience import Experience, Minibatch
+from uniml_rl.monitor.metrics import Metrics
+from uniml_rl.objectives.divergence import log_probs_under
+from uniml_rl.objectives.likelihood import LikelihoodObjective
+
+
+class KTOObjective(LikelihoodObjective):
+    """Desirable samples shall become likelier, the others less likely, both measured from the policy's own drift.
+
+    The drift z is the mean log-ratio of the samples under other samples' prompts, not below 0, over all ranks, taken
+    once per rollout and not again within its optimizer steps. The paper takes it from each micro-batch.
+    """
+
+    needs_reference = True
+
+    def __init__(self, settings: KTOSettings) -> None:
+        super().__init__(settings.name, settings.forward)
+        self.settings = settings
+
+    def prepare(
+        self,
+        policy: Policy,
+        trajectory: Trajectory,
+        result: RewardResult,
+        cuts: list[Cut],
+        engine: Engine,
+        metrics: Metrics,
+    ) -> Experience:
+        experience = super().prepare(policy, trajectory, result, cuts, engine, metrics)
+        part = experience.segments[0]
+        above = self.settings.desirable_above
+        if above == "group_mean":
+            over, _ = group_advantages(result.total, result.valid, part.groups, scale="none", epsilon=0.0)
+        else:
+            over = torch.where(result.valid, result.total, torch.nan) - above
+        part.advantages = torch.where(over > 0, 1.0, -1.0).unsqueeze(1).expand(part.mask.shape)
+        part.drift = self._drift(policy, trajectory, part.mask, cuts, engine)
+        metrics.share("kto/desirable_share", over[result.valid] > 0)
+        metrics.mean("kto/drift", part.drift.reshape(1))
+        return experience
+
+    def _drift(self, policy: Policy, trajectory: Trajectory, mask: Tensor, cuts: list[Cut], engine: Engine) -> Tensor:
+        """0-dim: the mean log-ratio of samples whose prompts were exchanged."""
+        segment = trajectory.segments[0]
+        exchanged = Trajectory([segment.with_prompts_of(torch.arange(len(mask)).roll(1))], trajectory.requests)
+        current, reference = (log_probs_under(policy, name, exchanged, 0, cuts) for name in ("current", "reference"))
+        ratios = self.scores(segment, current - reference, mask)[mask.any(1)]
+        total, count = engine.sum_over_ranks(torch.tensor([ratios.double().sum(), ratios.numel()]))
+        return (total / count.clamp(min=1)).clamp(min=0).float()
+
+    def minibatch(self, experience: Experience, roots: Tensor, engine: Engine) -> Minibatch:
+        return self.minibatch_of_samples(experience, roots, torch.ones(len(experience.segments[0].mask)), engine)
+
+    def loss(self, policy: Policy, minibatch: Minibatch, cut: Cut, iteration: int, metrics: Metrics) -> Tensor:
+        trajectory, experience = minibatch.experience.trajectory, minibatch.experience.segments[0]
+        assert experience.reference_log_probs is not None and experience.drift is not None
+        log_probs = policy.replay(trajectory, cut, frozenset({"log_prob"})).of("log_prob")
+        device = log_probs.device
+        mask, reference = (cut.take(x).to(device) for x in (experience.mask, experience.reference_log_probs))
+        ratios = self.scores(trajectory.segments[0], log_probs - reference, mask)
+        desirable = (cut.take(experience.advantages)[:, 0] > 0).to(device)
+        settings = self.settings
+        terms = kto_loss(
+            ratios,
+            desirable,
+            experience.drift.to(device),
+            settings.beta,
+            settings.desirable_weight,
+            settings.undesirable_weight,
+        )
+        total = aggregate(terms, cut.take(minibatch.weights[0]).to(device), minibatch.denominators[0])
+        metrics.sum("loss/total", total.detach())
+        return total

@@ -1,0 +1,35 @@
+"""Supervised fine-tuning: the likelihood of given samples, for tokens and for denoising models alike."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from modalities.base import Cut, Policy
+from uniml_rl.algorithms.aggregation import aggregate
+from uniml_rl.algorithms.settings import SupervisedSettings
+from uniml_rl.engines.base import Engine
+from uniml_rl.experience import Experience, Minibatch
+from uniml_rl.monitor.metrics import Metrics
+from uniml_rl.objectives.base import minibatch_of_decisions
+from uniml_rl.objectives.likelihood import LikelihoodObjective
+
+
+class SupervisedObjective(LikelihoodObjective):
+    """-log-prob per decision: cross-entropy of tokens, w(t) mean((prediction - target)^2) of denoising models."""
+
+    def __init__(self, settings: SupervisedSettings) -> None:
+        super().__init__(settings.name, settings.forward)
+        self.settings = settings
+        self.keeps_groups = settings.aggregation.mode == "prompt_mean"
+
+    def minibatch(self, experience: Experience, roots: Tensor, engine: Engine) -> Minibatch:
+        return minibatch_of_decisions(experience, roots, self.settings.aggregation, engine)
+
+    def loss(self, policy: Policy, minibatch: Minibatch, cut: Cut, iteration: int, metrics: Metrics) -> Tensor:
+        experience = minibatch.experience
+        log_probs = policy.replay(experience.trajectory, cut, frozenset({"log_prob"})).of("log_prob")
+        mask, weights = (cut.take(x).to(log_probs.device) for x in (experience.segments[0].mask, minibatch.weights[0]))
+        metrics.mean("supervised/log_prob", log_probs.detach(), mask=mask)
+        total = aggregate(-log_probs, weights, minibatch.denominators[0])
+        metrics.sum("loss/total", total.detach())
+        return total
