@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jinja2 import TemplateError
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from transformers import (
@@ -31,6 +30,7 @@ from modalities.base import (
     Trajectory,
 )
 from modalities.causal_lm import CausalTokenModel, checkpoint_layers
+from modalities.chat import prompt_tokens
 from modalities.errors import UserError
 from modalities.lora import (
     LoraSettings,
@@ -191,27 +191,10 @@ class TextPolicy(Policy):
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, in the chat template where that is on; never empty."""
-        has_template = self.tokenizer.chat_template is not None
-        use_template = has_template if self.config.chat_template is None else self.config.chat_template
-        if use_template or self.config.system_prompt is not None:
-            if not has_template:
-                key = "system_prompt" if self.config.system_prompt is not None else "chat_template"
-                raise UserError(f"policy {self.name!r}: {key} is set, but the tokenizer has no chat template.")
-            system = self.config.system_prompt
-            messages = [] if system is None else [{"role": "system", "content": system}]
-            messages.append({"role": "user", "content": prompt.text})
-            try:
-                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            except TemplateError as error:
-                roles = [message["role"] for message in messages]
-                raise UserError(
-                    f"policy {self.name!r}: the chat template refuses messages of {roles}: {error}"
-                ) from error
-            ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        else:
-            ids = self.tokenizer(prompt.text).input_ids
+        config, owner = self.config, f"policy {self.name!r}"
+        ids = prompt_tokens(self.tokenizer, prompt.text, config.chat_template, config.system_prompt, owner)
         if ids:
-            return list(ids)
+            return ids
         start = self.tokenizer.bos_token_id
         return [self.eos_token_ids[0] if start is None else start]
 
