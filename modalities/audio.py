@@ -50,6 +50,7 @@ from modalities.tokens import (
     uniform_draws,
 )
 from modalities.weights import WeightSets
+from modalities.whole_models import load_model, load_tokenizer
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 
@@ -90,25 +91,24 @@ class AudioPolicyConfig(PolicyConfig):
         require_float32_when_trained(self.dtype, self.lora)
         return self
 
-    def _source(self) -> Path | str:
+    def _load(self, meta: bool) -> tuple[Any, Any]:
         source = resolve_model(self.model, kind="transformers")
-        found = AutoConfig.from_pretrained(source).model_type
+        with loading(self.model):
+            found = AutoConfig.from_pretrained(source).model_type
         if found != "musicgen":
             raise UserError(f"model: {self.model!r} is a {found} model; an audio policy takes a musicgen model.")
-        return source
+        tokenizer = load_tokenizer(AutoTokenizer, source, self.model)
+        dtype = getattr(torch, self.dtype)
+        return load_model(MusicgenForConditionalGeneration, source, self.model, meta=meta, dtype=dtype), tokenizer
 
     def build(self, name: str, device: str, seed: int) -> AudioPolicy:
         """Loads the model and its text tokenizer; a fresh adapter is initialised from `seed`."""
-        with loading(self.model):
-            source = self._source()
-            tokenizer = AutoTokenizer.from_pretrained(source)
-            model = MusicgenForConditionalGeneration.from_pretrained(source, dtype=getattr(torch, self.dtype))
+        model, tokenizer = self._load(meta=False)
         return AudioPolicy(name, model, tokenizer, self, torch.device(device), seed)
 
     def inspect(self) -> PolicySummary:
-        """Counts on the meta device, from the configuration alone."""
-        with loading(self.model), torch.device("meta"):
-            model = MusicgenForConditionalGeneration(AutoConfig.from_pretrained(self._source()))
+        """Counts on the meta device, from the configuration and the headers of the weights."""
+        model, _ = self._load(meta=True)
         make_trainable(model, self.lora, seed=0)
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
         return PolicySummary(
@@ -118,6 +118,7 @@ class AudioPolicyConfig(PolicyConfig):
             parameters=sum(count for count, _ in counts),
             trainable_parameters=sum(count for count, is_trained in counts if is_trained),
             bytes_per_parameter=4 if self.dtype == "float32" else 2,
+            sampling=self.sampling,
         )
 
 

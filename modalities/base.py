@@ -8,7 +8,7 @@ every modality is the same object: tensors of shape [B, T] (B trajectories, T de
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -327,6 +327,10 @@ class Policy(ABC):
         self.version = version
 
 
+def _any_prompts(prompts: Sequence[Prompt], sampling: Any) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class PolicySummary:
     """What `uniml-rl check` says of a policy without training or sampling."""
@@ -340,6 +344,11 @@ class PolicySummary:
     trainable_parameters: int
     bytes_per_parameter: int
     """Of the frozen weights; trainable ones are float32."""
+    sampling: Any = None
+    """As `Policy.sampling`."""
+    fit: Callable[[Sequence[Prompt], Any], int] = _any_prompts
+    """`fit(prompts, sampling)` raises UserError if the policy cannot sample from one of the prompts with these
+    settings. It returns the tokens of the longest prompt, 0 where prompts take no room in the sample's sequence."""
 
 
 class PolicyConfig(Settings):
@@ -353,7 +362,10 @@ class PolicyConfig(Settings):
         raise NotImplementedError
 
     def inspect(self) -> PolicySummary:
-        """Counts parameters. Raises UserError if the folder is of the wrong kind. Here: builds the policy to count."""
+        """Counts parameters from headers and configurations; raises UserError for whatever `build` would refuse.
+
+        Here: builds the policy to count.
+        """
         policy = self.build("inspected", "cpu", 0)
         parameters = [p for module in policy.trainable_modules().values() for p in module.parameters()]
         return PolicySummary(
@@ -363,6 +375,7 @@ class PolicyConfig(Settings):
             sum(p.numel() for p in parameters),
             sum(p.numel() for p in parameters if p.requires_grad),
             policy.dtype.itemsize,
+            policy.sampling,
         )
 
 

@@ -74,6 +74,13 @@ class ChainPolicyConfig(PolicyConfig):
         """What `uniml-rl check` says of the chain. Raises UserError if the parts do not fit."""
         first, second = parts
         check_parts(self.parts, first.sample_kind, first.decisions, second.decisions)
+
+        def fit(prompts: Sequence[Prompt], sampling: ChainSampling) -> int:
+            samplings = part_sampling(sampling, self.parts, [first.sampling, second.sampling])
+            second.fit([], samplings[1])  # its prompts are not written yet
+            return first.fit(prompts, samplings[0])
+
+        fit([], self.sampling)
         return PolicySummary(
             model=f"{first.model} -> {second.model}",
             sample_kind=second.sample_kind,
@@ -81,7 +88,32 @@ class ChainPolicyConfig(PolicyConfig):
             parameters=first.parameters + second.parameters,
             trainable_parameters=first.trainable_parameters + second.trainable_parameters,
             bytes_per_parameter=max(first.bytes_per_parameter, second.bytes_per_parameter),
+            sampling=self.sampling,
+            fit=fit,
         )
+
+
+def part_sampling(sampling: ChainSampling, names: Sequence[str], own: Sequence[Any]) -> list[Any]:
+    """The sampling settings of both parts: their own, with the keys that the chain replaces.
+
+    Raises UserError for a key or value that a part does not take.
+    """
+    result = []
+    for key, name, settings in zip(("first", "second"), names, own, strict=True):
+        replaced = getattr(sampling, key)
+        if not replaced:
+            result.append(settings)
+            continue
+        if settings is None:
+            raise UserError(f"sampling.{key}: policy {name!r} has no sampling settings to replace.")
+        try:
+            result.append(type(settings).model_validate({**settings.model_dump(), **replaced}))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise UserError(
+                f"sampling.{key}.{'.'.join(map(str, problem['loc']))}: {problem['msg']} (policy {name!r})."
+            ) from error
+    return result
 
 
 def check_parts(
@@ -133,20 +165,7 @@ class ChainPolicy(Policy):
         return [decision for part in self.parts for decision in part.decisions()]
 
     def _part_sampling(self, sampling: ChainSampling) -> list[Any]:
-        result = []
-        for key, part in zip(("first", "second"), self.parts, strict=True):
-            replaced = getattr(sampling, key)
-            if not replaced:
-                result.append(part.sampling)
-                continue
-            try:
-                result.append(type(part.sampling).model_validate({**part.sampling.model_dump(), **replaced}))
-            except ValidationError as error:
-                problem = error.errors()[0]
-                raise UserError(
-                    f"sampling.{key}.{'.'.join(map(str, problem['loc']))}: {problem['msg']} (policy {part.name!r})."
-                ) from error
-        return result
+        return part_sampling(sampling, self.config.parts, [part.sampling for part in self.parts])
 
     def rollout(self, requests: Sequence[Request], sampling: ChainSampling | None = None) -> Trajectory:
         """See `Policy.rollout`: one text per request, then `branch` samples of the second part for each text."""

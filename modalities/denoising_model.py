@@ -79,9 +79,14 @@ class DenoisingModel(Policy):
         """Layers that the denoiser computes but whose result it drops: their gradient is always zero."""
         return []
 
-    def absent_components(self) -> dict[str, None]:
+    @staticmethod
+    def absent_components() -> dict[str, None]:
         """Components of the folder that are not loaded."""
         return {}
+
+    @staticmethod
+    def check_folder(folder: Path) -> None:
+        """Raises UserError for a folder of this family's class that is not supported all the same."""
 
     @abstractmethod
     def encode_prompts(self, texts: list[str]) -> dict[str, Tensor]:

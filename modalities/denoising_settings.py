@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
+from torch import nn
 
 from modalities.base import PolicyConfig, PolicySummary
 from modalities.errors import UserError
 from modalities.lora import LoraSettings, require_float32_when_trained
-from modalities.pipeline_folder import (
-    component_config,
-    empty_module,
-    frozen_parameters,
-    pipeline_class,
-    pipeline_folder,
-)
+from modalities.pipeline_folder import component_config, empty_components, pipeline_class, pipeline_folder
+from modalities.samples import Prompt
 from modalities.settings import Settings
 
 if TYPE_CHECKING:
@@ -179,6 +176,7 @@ class DenoisingSettings(PolicyConfig):
         family = families[pipeline_class(folder, families)]
         if self.max_sequence_length is not None and not family.reads_max_sequence_length:
             raise UserError("max_sequence_length: this model's text encoder has a fixed length; remove the key.")
+        family.check_folder(folder)
         return family, folder
 
     def build(self, name: str, device: str, seed: int) -> DenoisingPolicy:
@@ -192,8 +190,14 @@ class DenoisingSettings(PolicyConfig):
         UserError if `sampling` does not fit the model, or takes no decision that could be trained.
         """
         family, folder = self._family()
-        denoiser, vae = empty_module(folder, family.denoiser_component), empty_module(folder, "vae")
+        components = empty_components(folder, family.absent_components())
+        denoiser, vae = components[family.denoiser_component], components["vae"]
         process = family.process_type(component_config(folder, "scheduler"))
+
+        def fit(prompts: Sequence[Prompt], sampling: DenoisingSampling) -> int:
+            family.schedule_of(sampling, process, denoiser.config, vae.config)
+            return 0
+
         schedule = family.schedule_of(self.sampling, process, denoiser.config, vae.config)
         if not schedule.std.any():
             raise UserError(
@@ -202,12 +206,15 @@ class DenoisingSettings(PolicyConfig):
                 "allowed in the evaluation's sampling)."
             )
         family.make_trainable(denoiser, self.lora, seed=0)
-        counts = [(parameter.numel(), parameter.requires_grad) for parameter in denoiser.parameters()]
+        modules = [component for component in components.values() if isinstance(component, nn.Module)]
+        trainable = [parameter.numel() for parameter in denoiser.parameters() if parameter.requires_grad]
         return PolicySummary(
             model=f"{self.model} ({pipeline_class(folder, self.families())})",
             sample_kind=family.sample_kind,
             decisions=[("denoising", self.sampling.log_prob_unit)],
-            parameters=sum(count for count, _ in counts) + frozen_parameters(folder, family.denoiser_component),
-            trainable_parameters=sum(count for count, is_trained in counts if is_trained),
+            parameters=sum(parameter.numel() for module in modules for parameter in module.parameters()),
+            trainable_parameters=sum(trainable),
             bytes_per_parameter=4 if self.dtype == "float32" else 2,
+            sampling=self.sampling,
+            fit=fit,
         )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import warnings
-from collections.abc import Iterable
-from math import prod
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from modalities.errors import UserError, did_you_mean
 from modalities.lora import lora_layers, merged_state_dict, save_adapter
 from modalities.sources import loading, resolve_model
+from modalities.whole_models import load_model, load_tokenizer
 
 INDEX = "model_index.json"
 
@@ -91,20 +92,42 @@ def empty_module(folder: Path, component: str) -> nn.Module:
     return module
 
 
-def frozen_parameters(folder: Path, denoiser: str) -> int:
-    """Number of parameters of every component but the denoiser, from the headers of their files."""
-    paths = (
-        path
-        for component, entry in read_index(folder).items()
-        if component != denoiser and isinstance(entry, list) and entry[0] is not None
-        for path in (folder / component).glob("*.safetensors")
-    )
-    return sum(_elements(path) for path in paths)
+def empty_components(folder: Path, absent: Container[str]) -> dict[str, Any]:
+    """Every component that `load_pipeline` loads, its modules on the meta device, so that only headers are read.
+
+    Components of custom code are left out, and so are those in `absent`. Raises UserError for an incomplete folder.
+    """
+    import diffusers
+    import transformers
+
+    libraries = {"diffusers": diffusers, "transformers": transformers}
+    index = read_index(folder)
+    signature = inspect.signature(getattr(diffusers, index["_class_name"]).__init__)
+    for name, parameter in signature.parameters.items():
+        if name != "self" and parameter.default is parameter.empty and name not in index and name not in absent:
+            raise UserError(f"model: {str(folder)!r} is incomplete, its {INDEX} names no {name}.")
+    components = {}
+    for name, entry in index.items():
+        if isinstance(entry, list) and entry[0] in libraries and name not in absent:
+            library, class_name = entry
+            component_class = getattr(libraries[library], class_name, None)
+            if component_class is None:
+                raise UserError(f"model: {str(folder)!r}: the {library} installed here has no {class_name} for {name}.")
+            components[name] = _empty_component(folder, name, component_class)
+    return components
 
 
-def _elements(path: Path) -> int:
-    with loading(str(path)), safe_open(path, framework="pt") as tensors:
-        return sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+def _empty_component(folder: Path, name: str, component_class: Any) -> Any:
+    path = folder / name
+    if not path.is_dir():
+        raise UserError(f"model: {str(folder)!r} is incomplete, it has no folder {name}.")
+    if issubclass(component_class, nn.Module):
+        component_config(folder, name)
+        return load_model(component_class, path, str(path), meta=True)
+    if issubclass(component_class, PreTrainedTokenizerBase):
+        return load_tokenizer(component_class, path, str(path))
+    with loading(str(path)):
+        return component_class.from_pretrained(path)
 
 
 def export_pipeline(source: Path, target: Path, component: str, denoiser: nn.Module) -> None:

@@ -101,13 +101,15 @@ def _checked(source: str, path: Path, kind: Kind) -> Path:
     if kind == "any":
         return path
     found = _describe(path)
-    if not found.startswith(kind):
+    if not found.startswith(f"a {kind}"):
         needed = {
             "transformers": "a transformers folder (config.json with a model_type)",
             "diffusers": "a diffusers pipeline folder (model_index.json)",
         }[kind]
         inside = (
-            sorted(entry.name for entry in path.iterdir() if _describe(entry).startswith(kind)) if path.is_dir() else []
+            sorted(entry.name for entry in path.iterdir() if _describe(entry).startswith(f"a {kind}"))
+            if path.is_dir()
+            else []
         )
         hint = f" Inside it, {', '.join(inside)} would do." if inside else ""
         raise UserError(f"model {source!r} is {found}; needed is {needed}.{hint}")
@@ -115,18 +117,17 @@ def _checked(source: str, path: Path, kind: Kind) -> Path:
 
 
 def _describe(path: Path) -> str:
-    """What a path holds, in words that begin with the kind of the folder."""
+    """What a path holds, in words that begin with an article and the kind of the folder."""
     if path.is_file():
         return "a file"
     if (path / "model_index.json").is_file():
-        return (
-            f"diffusers pipeline folder ({_read_json(path / 'model_index.json').get('_class_name', 'no _class_name')})"
-        )
+        pipeline = _read_json(path / "model_index.json").get("_class_name", "no _class_name")
+        return f"a diffusers pipeline folder ({pipeline})"
     if not (path / "config.json").is_file():
         return "a folder without config.json or model_index.json"
     config = _read_json(path / "config.json")
     if "model_type" in config:
-        return f"transformers folder ({config['model_type']})"
+        return f"a transformers folder ({config['model_type']})"
     return f"a folder of one diffusers component ({config.get('_class_name', 'config.json without model_type')})"
 
 

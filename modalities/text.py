@@ -9,13 +9,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from modalities.base import (
     Cut,
@@ -43,9 +37,10 @@ from modalities.lora import (
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample, Text
 from modalities.sources import loading, resolve_model
-from modalities.token_sampler import InProcessSampler
+from modalities.token_sampler import InProcessSampler, require_room
 from modalities.tokens import TokenSampling, cuts_by_length, distinct, left_pad, replay_tokens, require_trainable
 from modalities.weights import WeightSets
+from modalities.whole_models import load_model, load_tokenizer
 
 DEFAULT_LORA_TARGETS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "down_proj"),  # Llama, Qwen, OPT ...
@@ -93,33 +88,31 @@ class TextPolicyConfig(PolicyConfig):
 
     def build(self, name: str, device: str, seed: int) -> TextPolicy:
         """Loads the model and its tokenizer; a fresh adapter is initialised from `seed`."""
-        source = resolve_model(self.model, kind="transformers")
-        with loading(self.model):
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=self.trust_remote_code)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=getattr(torch, self.dtype),
-                trust_remote_code=self.trust_remote_code,
-                output_loading_info=True,
-                **({} if self.attention == "auto" else {"attn_implementation": self.attention}),
-            )
-        model, report = loaded
-        if missing := sorted(report["missing_keys"]):
-            raise UserError(
-                f"model {self.model!r} holds no weights for {len(missing)} tensors of {type(model).__name__}, for "
-                f"example {missing[0]!r}; they would be random."
-            )
+        model, tokenizer = self._load(meta=False)
         return TextPolicy(name, model, tokenizer, self, torch.device(device), seed)
 
-    def inspect(self) -> PolicySummary:
-        """Counts on the meta device, from the model's configuration alone."""
+    def _load(self, meta: bool) -> tuple[Any, Any]:
         source = resolve_model(self.model, kind="transformers")
+        code = {"trust_remote_code": self.trust_remote_code}
+        kernel = {} if self.attention == "auto" else {"attn_implementation": self.attention}
+        dtype = getattr(torch, self.dtype)
+        tokenizer = load_tokenizer(AutoTokenizer, source, self.model, **code)
         with loading(self.model):
-            config = AutoConfig.from_pretrained(source, trust_remote_code=self.trust_remote_code)
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
+            config = AutoConfig.from_pretrained(source, **code)
+            if meta and hasattr(config, "quantization_config"):  # packed weights are read on their own device only
+                with torch.device("meta"):
+                    return AutoModelForCausalLM.from_config(config, **kernel, **code), tokenizer
+        model = load_model(AutoModelForCausalLM, source, self.model, meta=meta, dtype=dtype, **kernel, **code)
+        return model, tokenizer
+
+    def inspect(self) -> PolicySummary:
+        """Counts on the meta device, from the model's configuration and the headers of its weights."""
+        model, tokenizer = self._load(meta=True)
+        reader = PromptReader(self, tokenizer, model)
         if self.lora is not None:
             attach_lora(model, self.lora, DEFAULT_LORA_TARGETS, seed=0)
+        if self.gradient_checkpointing:
+            checkpoint_layers(model)
         parameters = list(model.parameters())
         return PolicySummary(
             model=f"{self.model} ({type(model).__name__})",
@@ -128,7 +121,59 @@ class TextPolicyConfig(PolicyConfig):
             parameters=sum(parameter.numel() for parameter in parameters),
             trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             bytes_per_parameter=getattr(torch, self.dtype).itemsize,
+            sampling=self.sampling,
+            fit=reader.fit,
         )
+
+
+class PromptReader:
+    """How a policy reads prompts: as token ids, in the chat template where that is on."""
+
+    def __init__(
+        self, config: TextPolicyConfig, tokenizer: PreTrainedTokenizerBase, causal_lm: PreTrainedModel
+    ) -> None:
+        """Raises UserError for settings that tokenizer and model cannot follow."""
+        self.tokenizer = tokenizer
+        self.chat_template, self.system_prompt = config.chat_template, config.system_prompt
+        text_config: Any = causal_lm.config.get_text_config()
+        self.vocabulary: int = causal_lm.get_output_embeddings().weight.shape[0]
+        self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        found: set[int] = set()
+        generation_config = getattr(causal_lm, "generation_config", None)
+        for source in (tokenizer, generation_config, text_config):
+            ids = getattr(source, "eos_token_id", None)
+            found |= set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+        self.eos_token_ids: list[int] = sorted(config.sampling.eos_token_ids or found)
+        if not self.eos_token_ids:
+            raise UserError("the model names no end-of-sequence token; set sampling.eos_token_ids.")
+        self.check_sampling(config.sampling)
+        self.tokenize(Prompt("any", 0))  # a template that is missing, or refuses the system prompt, is an error now
+
+    def check_sampling(self, sampling: TokenSampling) -> None:
+        """Raises UserError for end tokens that the model cannot choose."""
+        if outside := [token for token in sampling.eos_token_ids or () if not 0 <= token < self.vocabulary]:
+            raise UserError(
+                f"sampling.eos_token_ids: {outside} are not among the model's tokens 0 to {self.vocabulary - 1}."
+            )
+
+    def fit(self, prompts: Sequence[Prompt], sampling: TokenSampling) -> int:
+        """See `PolicySummary.fit`."""
+        self.check_sampling(sampling)
+        sequences = [self.tokenize(prompt) for prompt in prompts]
+        for prompt, ids in zip(prompts, sequences, strict=True):
+            require_room(prompt, len(ids), sampling.max_new_tokens, self.max_positions)
+            if max(ids) >= self.vocabulary:
+                raise UserError(
+                    f"the tokenizer gives token {max(ids)}, but the model has only {self.vocabulary}; the tokenizer "
+                    "belongs to another model."
+                )
+        return max(map(len, sequences), default=0)
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt; never empty."""
+        ids = prompt_tokens(self.tokenizer, prompt.text, self.chat_template, self.system_prompt, "the model")
+        start = self.tokenizer.bos_token_id
+        return ids or [self.eos_token_ids[0] if start is None else start]
 
 
 class TextPolicy(Policy):
@@ -162,41 +207,15 @@ class TextPolicy(Policy):
         self.weight_sets = WeightSets(self.trainable_modules())
         self.dtype = getattr(torch, config.dtype)
         self.feature_size = causal_lm.get_output_embeddings().weight.shape[1]
-        self.eos_token_ids = self._eos_token_ids()
+        self.reader = PromptReader(config, tokenizer, causal_lm)
+        self.eos_token_ids = self.reader.eos_token_ids
         self.sampler = InProcessSampler(
-            name,
-            self.model,
-            self.tokenize,
-            self.eos_token_ids,
-            device,
-            getattr(causal_lm.config.get_text_config(), "max_position_embeddings", None),
+            name, self.model, self.tokenize, self.eos_token_ids, device, self.reader.max_positions
         )
-
-    def _eos_token_ids(self) -> list[int]:
-        """The ids that end a response: the tokenizer's, the generation config's and the model config's."""
-        model = self.model.causal_lm
-        found: set[int] = set(self.sampling.eos_token_ids or ())
-        for ids in (
-            self.tokenizer.eos_token_id,
-            getattr(model.generation_config, "eos_token_id", None),
-            model.config.get_text_config().eos_token_id,
-        ):
-            if not self.sampling.eos_token_ids and ids is not None:
-                found |= {ids} if isinstance(ids, int) else set(ids)
-        if not found:
-            raise UserError(
-                f"policy {self.name!r}: the model names no end-of-sequence token; set sampling.eos_token_ids."
-            )
-        return sorted(found)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, in the chat template where that is on; never empty."""
-        config, owner = self.config, f"policy {self.name!r}"
-        ids = prompt_tokens(self.tokenizer, prompt.text, config.chat_template, config.system_prompt, owner)
-        if ids:
-            return ids
-        start = self.tokenizer.bos_token_id
-        return [self.eos_token_ids[0] if start is None else start]
+        return self.reader.tokenize(prompt)
 
     def decisions(self) -> list[tuple[str, LogProbUnit]]:
         """See `Policy.decisions`."""

@@ -16,6 +16,16 @@ from modalities.samples import Prompt
 from modalities.tokens import Choice, TokenModel, TokenSampling, choose_tokens, distinct, left_pad, uniform_draws
 
 
+def require_room(prompt: Prompt, length: int, max_new_tokens: int, max_positions: int | None) -> None:
+    """Raises UserError if a prompt of `length` tokens and its longest response exceed the model's positions."""
+    if max_positions is not None and length + max_new_tokens > max_positions:
+        raise UserError(
+            f"prompt {prompt.index} ({prompt.text[:40]!r}...) has {length} tokens; with sampling.max_new_tokens: "
+            f"{max_new_tokens} that is more than the model's {max_positions} positions. Shorten the prompt or lower "
+            "max_new_tokens."
+        )
+
+
 class InProcessSampler:
     """Samples from the live weights in this process.
 
@@ -101,13 +111,7 @@ class InProcessSampler:
         sampling: TokenSampling,
     ) -> None:
         for request, index in zip(requests, prompt_index, strict=True):
-            length = len(sequences[index])
-            if self.max_positions is not None and length + sampling.max_new_tokens > self.max_positions:
-                raise UserError(
-                    f"prompt {request.prompt.index} ({request.prompt.text[:40]!r}...) has {length} tokens; with "
-                    f"sampling.max_new_tokens: {sampling.max_new_tokens} that is more than the {self.max_positions} "
-                    f"positions of policy {self.agent!r}. Shorten the prompt or lower max_new_tokens."
-                )
+            require_room(request.prompt, len(sequences[index]), sampling.max_new_tokens, self.max_positions)
 
     def _prefill(self, sequences: list[list[int]]) -> _Prefill:
         tokens, mask = (tensor.to(self.device) for tensor in left_pad(sequences, padding=sequences[0][0]))

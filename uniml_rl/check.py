@@ -2,37 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from modalities.base import PolicySummary
 from modalities.errors import UserError
+from modalities.randomness import seeded_generator
 from rewards.combine import RewardSet
-from uniml_rl.build import RunConfig, StageConfig, inspect_policy
+from uniml_rl.build import EvaluationSettings, RunConfig, StageConfig, evaluation_sampling, inspect_policy
 from uniml_rl.config import LoadedConfig, load_yaml, validate
+from uniml_rl.data.prompts import FilePromptsConfig, PromptStream
+from uniml_rl.yaml_files import KeyPath
 
 FIRST_RECORDS = 8
+LONGEST_RECORDS = 16
+GENERATED_RECORDS = 64
 
 
-def preflight(config: RunConfig, loaded: LoadedConfig) -> None:
-    """Raises UserError for anything that would stop a later stage: missing data, a model folder of the wrong kind, a
-    reward that does not fit, an algorithm that does not fit the policy."""
+def preflight(config: RunConfig, loaded: LoadedConfig) -> dict[str, PolicySummary]:
+    """The summary of every policy, by name.
+
+    Raises UserError for anything that would stop a later stage: a device that is not there, missing data, a model
+    folder that is incomplete or of the wrong kind, prompts that do not fit, a reward or an algorithm that does not fit
+    the policy. Warns of held-out prompts that are fewer than asked for. No weights are read.
+    """
+    with _said_at(loaded, ("engine",)):
+        config.engine.resolve_device()
+    with _said_at(loaded, ("seed",)):
+        seeded_generator(config.seed)
+    summaries = {}
+    for name in config.policies:
+        with _said_at(loaded, ("policies", name)):
+            summaries[name] = inspect_policy(config, name)
+            if summaries[name].trainable_parameters == 0:
+                raise UserError("nothing in it is trainable.")
     for index, stage in enumerate(config.stages):
-        try:
-            _check_stage(config, stage)
-        except UserError as error:
-            raise loaded.error(("stages", index), str(error)) from error
+        place: KeyPath = ("stages", index)
+        with _said_at(loaded, place):
+            _check_stage(config, stage, summaries[stage.policy])
+        if stage.evaluation is not None:
+            with _said_at(loaded, (*place, "evaluation")):
+                _check_evaluation(config, stage, stage.evaluation, summaries[stage.policy])
+            if warning := _too_few(stage.evaluation, config.seed):
+                warnings.warn(str(loaded.error((*place, "evaluation", "count"), warning)), stacklevel=2)
+    return summaries
 
 
-def _check_stage(config: RunConfig, stage: StageConfig) -> None:
-    summary = inspect_policy(config, stage.policy)
-    if summary.trainable_parameters == 0:
-        raise UserError(f"policies.{stage.policy}: nothing in it is trainable.")
+@contextmanager
+def _said_at(loaded: LoadedConfig, place: KeyPath) -> Iterator[None]:
+    """Puts file, line and key before a mistake's message."""
+    try:
+        yield
+    except UserError as error:
+        raise loaded.error(place, str(error)) from error
+
+
+def _check_stage(config: RunConfig, stage: StageConfig, summary: PolicySummary) -> None:
     group_size, rewards = stage.group_size, RewardSet.build(stage.rewards, "cpu") if stage.rewards else None
     if stage.prompts is not None and rewards is not None:
-        rewards.check(summary.sample_kind, stage.prompts.build(config.seed).first(FIRST_RECORDS))
+        stream = stage.prompts.build(config.seed)
+        rewards.check(summary.sample_kind, stream.first(FIRST_RECORDS))
+        summary.fit(_longest(stage.prompts, stream), summary.sampling)
     else:
         assert stage.records is not None
         records = stage.records.build(config.seed)
@@ -40,25 +77,42 @@ def _check_stage(config: RunConfig, stage: StageConfig) -> None:
         group_size = min(len(record.samples) for record in records.first(FIRST_RECORDS))
     for kind, unit in summary.decisions:
         stage.algorithm.check(group_size=group_size, log_prob_unit=unit, kind=kind)
-    if stage.evaluation is not None:
-        held_out = stage.evaluation.prompts.build(config.seed).first(FIRST_RECORDS)
-        if rewards is not None:
-            rewards.check(summary.sample_kind, held_out)
-        if stage.evaluation.rewards:
-            RewardSet.build(stage.evaluation.rewards, "cpu").check(summary.sample_kind, held_out)
+
+
+def _check_evaluation(
+    config: RunConfig, stage: StageConfig, evaluation: EvaluationSettings, summary: PolicySummary
+) -> None:
+    seeded_generator(evaluation.seed)
+    stream = evaluation.prompts.build(config.seed)
+    for rewards in filter(None, (stage.rewards, evaluation.rewards)):
+        RewardSet.build(rewards, "cpu").check(summary.sample_kind, stream.first(FIRST_RECORDS))
+    summary.fit(_longest(evaluation.prompts, stream), evaluation_sampling(config.policies[stage.policy], evaluation))
+
+
+def _too_few(evaluation: EvaluationSettings, seed: int) -> str:
+    available = evaluation.prompts.build(seed).size
+    if available is None or available >= evaluation.count:
+        return ""
+    return f"{evaluation.count} held-out prompts are asked for, but there are only {available}; all of them are used."
+
+
+def _longest(block: Any, stream: PromptStream) -> list[Any]:
+    """The longest prompts: of a file's all, of a generator's the first ones."""
+    is_file = isinstance(block, FilePromptsConfig) and stream.size is not None
+    seen = stream.first(stream.size if is_file else GENERATED_RECORDS)  # type: ignore[arg-type]
+    return heapq.nlargest(LONGEST_RECORDS, seen, key=lambda prompt: len(prompt.text))
 
 
 def check_from_yaml(path: str | Path, overrides: Sequence[str] = ()) -> None:
     """Validates everything without training, and prints parameters, trainable shares and a memory estimate."""
     loaded = load_yaml(path, overrides)
     config = validate(RunConfig, loaded)
-    preflight(config, loaded)
+    summaries = preflight(config, loaded)
     console = Console()
     table = Table(title=f"{config.name}: policies")
     for column in ("policy", "model", "parameters", "trainable", "share", "weights + optimizer"):
         table.add_column(column, overflow="fold")
-    for name in config.policies:
-        summary = inspect_policy(config, name)
+    for name, summary in summaries.items():
         share = summary.trainable_parameters / summary.parameters
         table.add_row(
             name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from modalities.errors import UserError
 from modalities.image.base import LatentImagePolicy
 from modalities.noise_process import DiffusionProcess
+from modalities.pipeline_folder import component_config
 
 
 class StableDiffusionPolicy(LatentImagePolicy):
@@ -18,12 +20,13 @@ class StableDiffusionPolicy(LatentImagePolicy):
     denoiser_component = "unet"
     process_type = DiffusionProcess
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if cast(Any, self.denoiser).config.time_cond_proj_dim is not None:
-            raise UserError(f"model: the UNet of {str(self.folder)!r} is distilled for a guidance input: unsupported.")
+    @staticmethod
+    def check_folder(folder: Path) -> None:
+        if component_config(folder, "unet").get("time_cond_proj_dim") is not None:
+            raise UserError(f"model: the UNet of {str(folder)!r} is distilled for a guidance input: unsupported.")
 
-    def absent_components(self) -> dict[str, None]:
+    @staticmethod
+    def absent_components() -> dict[str, None]:
         return {"safety_checker": None, "feature_extractor": None, "image_encoder": None}
 
     def encode_prompts(self, texts: list[str]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from modalities.denoising import DenoisingPolicy
 from modalities.denoising_settings import DenoisingSampling
 from modalities.errors import UserError
 from modalities.noise_process import FlowProcess
+from modalities.pipeline_folder import read_index
 from modalities.samples import Sample, Video
 
 if TYPE_CHECKING:
@@ -28,12 +30,11 @@ class WanPolicy(DenoisingPolicy):
     process_type = FlowProcess
     reads_max_sequence_length = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.pipeline.transformer_2 is not None or self.pipeline.config.expand_timesteps:
-            raise UserError(
-                f"model: {str(self.folder)!r} is a Wan 2.2 pipeline; only the one-stage Wan 2.1 is supported."
-            )
+    @staticmethod
+    def check_folder(folder: Path) -> None:
+        index = read_index(folder)
+        if (index.get("transformer_2") or [None])[0] is not None or index.get("expand_timesteps"):
+            raise UserError(f"model: {str(folder)!r} is a Wan 2.2 pipeline; only the one-stage Wan 2.1 is supported.")
 
     @property
     def feature_size(self) -> int:  # type: ignore[override]

@@ -106,6 +106,9 @@ def test_damaged_folders_are_explained(stable_diffusion_3_folder: Path, tmp_path
     save_file(weights, transformer, metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"transformer lacks the weights \['proj_out.weight'\]"):
         config.build("painter", "cpu", 0)
+    with pytest.raises(UserError, match=r"no weights for 1 tensors of SD3Transformer2DModel, for example 'proj_"):
+        config.inspect()
+    shutil.copy(stable_diffusion_3_folder / "transformer" / transformer.name, transformer)
     (tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"\0" * 100)
     for action in (config.inspect, lambda: config.build("painter", "cpu", 0)):
         with pytest.raises(UserError, match="could not be loaded"):

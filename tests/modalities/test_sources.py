@@ -240,9 +240,9 @@ def test_bundled_models_lie_in_the_assets() -> None:
         (
             "{}/pipeline",
             "transformers",
-            r"is diffusers pipeline folder \(StableDiffusionPipeline\); needed is a transformers",
+            r"is a diffusers pipeline folder \(StableDiffusionPipeline\); needed is a transformers",
         ),
-        ("{}/text", "diffusers", r"is transformers folder \(llama\); needed is a diffusers pipeline folder"),
+        ("{}/text", "diffusers", r"is a transformers folder \(llama\); needed is a diffusers pipeline folder"),
         ("{}/unet", "diffusers", r"one diffusers component \(UNet2DConditionModel\)"),
         ("{}/empty", "transformers", "without config.json or model_index.json"),
         ("{}", "transformers", "Inside it, text would do"),

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_models_text import tiny_gpt2
+from safetensors.torch import load_file, save_file
+from tiny_models_audio import tiny_musicgen
+from tiny_models_diffusion import tiny_stable_diffusion, tiny_stable_diffusion_3, tiny_wan
+from tiny_models_text import tiny_gpt2, tiny_qwen
 from toy_policy import ToyPolicy
 from toy_runs import held_out, stage, write_run
+from transformers import AutoModelForCausalLM
 
 from modalities.errors import UserError
 from uniml_rl.build import UntilSettings
@@ -73,6 +82,222 @@ def test_a_policy_with_nothing_to_train_is_found(tmp_path: Path, monkeypatch: py
         check_from_yaml(write_run(tmp_path, stage(tmp_path)))
 
 
+MODELS: dict[str, tuple[str, Callable[[Path], Path]]] = {
+    "qwen": ("text", tiny_qwen),
+    "musicgen": ("audio", tiny_musicgen),
+    "stable-diffusion": ("image", tiny_stable_diffusion),
+    "stable-diffusion-3": ("image", tiny_stable_diffusion_3),
+    "wan": ("video", tiny_wan),
+}
+REWARD = {"text": "repetition", "audio": "rms_level", "image": "jpeg_size", "video": "frame_smoothness"}
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Path]:
+    """Makes a fresh copy of a tiny model's folder."""
+    made: dict[str, Path] = {}
+
+    def copy(name: str, to: Path) -> Path:
+        if name not in made:
+            made[name] = MODELS[name][1](tmp_path_factory.mktemp(name))
+        return Path(shutil.copytree(made[name], to / "model"))
+
+    return copy
+
+
+def run_of(name: str, folder: Path, keys: dict[str, Any] | None = None, **stage_keys: Any) -> Path:
+    """A run of one stage that trains the model in `folder/model`."""
+    kind = MODELS[name][0]
+    diffuses = kind in ("image", "video")
+    sampling = {} if diffuses or kind == "audio" else {"max_new_tokens": 4}
+    block = {"type": kind, "model": str(folder / "model"), "sampling": sampling} | (keys or {})
+    algorithm = {"name": "flow_grpo"} if name in ("stable-diffusion-3", "wan") else {"name": "grpo", "kl": None}
+    one = stage(
+        folder, policy="tiny", algorithm=algorithm, rewards={"r": {"type": REWARD[kind]}}, prompts=letters(folder)
+    )
+    return write_run(folder, one | stage_keys, policies={"tiny": block})
+
+
+def letters(folder: Path, text: str = "a b c\nd e\n") -> dict[str, Any]:
+    path = folder / f"{len(text)}-letters.txt"
+    path.write_text(text)
+    return {"type": "file", "path": str(path)}
+
+
+FILES = [
+    ("qwen", "model.safetensors"),
+    ("musicgen", "model.safetensors"),
+    *(("stable-diffusion", f"{part}.safetensors") for part in ("unet/diffusion_pytorch_model", "text_encoder/model")),
+    *(("stable-diffusion-3", f"{part}/model.safetensors") for part in ("text_encoder_2", "text_encoder_3")),
+    ("stable-diffusion-3", "vae/diffusion_pytorch_model.safetensors"),
+    ("wan", "transformer/diffusion_pytorch_model.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("name", "file"), FILES)
+def test_weights_that_are_not_whole_are_found_without_loading_them(
+    name: str, file: str, tmp_path: Path, model_of: Callable[[str, Path], Path]
+) -> None:
+    weights = model_of(name, tmp_path) / file
+    config = run_of(name, tmp_path)
+    check_from_yaml(config)
+    whole = weights.read_bytes()
+    for damaged in (whole[:-1], whole[: len(whole) // 2], whole[:20], b""):
+        weights.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"run\.yaml:\d+: policies\.tiny: model .* could not be loaded"):
+            check_from_yaml(config)
+    weights.unlink()
+    with pytest.raises(UserError, match=r"policies\.tiny: model .* could not be loaded"):
+        check_from_yaml(config)
+
+
+def test_shards_and_the_tensors_that_they_should_hold_are_found(
+    tmp_path: Path, model_of: Callable[[str, Path], Path]
+) -> None:
+    folder = model_of("qwen", tmp_path)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="2KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    config = run_of("qwen", tmp_path)
+    check_from_yaml(config)
+    shard = sorted(folder.glob("*.safetensors"))[2]
+    tensors = load_file(shard)
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="holds no weights for 1 tensors"):
+        check_from_yaml(config)
+    shard.unlink()
+    with pytest.raises(UserError, match="could not be loaded: FileNotFoundError"):
+        check_from_yaml(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer"),
+    [
+        ("qwen", ""),
+        ("musicgen", ""),
+        ("stable-diffusion", "tokenizer"),
+        ("stable-diffusion-3", "tokenizer_3"),
+        ("wan", "tokenizer"),
+    ],
+)
+def test_a_missing_tokenizer_is_found(
+    name: str, tokenizer: str, tmp_path: Path, model_of: Callable[[str, Path], Path]
+) -> None:
+    folder = model_of(name, tmp_path) / tokenizer
+    config = run_of(name, tmp_path)
+    check_from_yaml(config)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).unlink()
+        with pytest.raises(UserError, match=r"policies\.tiny: .*(has no tokenizer|could not be loaded)"):
+            check_from_yaml(config)
+    if tokenizer:
+        folder.rmdir()
+        with pytest.raises(UserError, match=f"incomplete, it has no folder {tokenizer}"):
+            check_from_yaml(config)
+
+
+WRONG_FOR_THE_MODEL: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a kernel without its package": ({"attention": "flash_attention_2"}, {}, "policies.tiny: .*FlashAttention2"),
+    "a template that is not there": ({"chat_template": True}, {}, "policies.tiny: .*chat_template is set, but"),
+    "a system prompt without a template": ({"system_prompt": "Be kind."}, {}, "policies.tiny: .*system_prompt is set"),
+    "end tokens that do not exist": (
+        {"sampling": {"eos_token_ids": [3, 16, -1]}}, {}, r"policies.tiny: sampling.eos_token_ids: \[16, -1\] .* to 15"
+    ),
+    "responses beyond the positions": (
+        {"sampling": {"max_new_tokens": 62}}, {}, r"stages.only: prompt 0 \('a b c'...\) has 3 tokens; with .* 64 pos"
+    ),
+    "evaluated responses beyond the positions": (
+        {}, {"evaluation": {"count": 2, "sampling": {"max_new_tokens": 62}}}, "stages.only.evaluation: prompt 0 .* 64"
+    ),
+    "evaluated end tokens": (
+        {}, {"evaluation": {"count": 2, "sampling": {"eos_token_ids": [99]}}}, r"stages.only.evaluation: .*\[99\]"
+    ),
+    "a tokenizer of another model": ({}, {"prompts": "z"}, "gives token 15, but the model has only 15"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_FOR_THE_MODEL)
+def test_settings_that_the_model_cannot_follow_are_found(
+    case: str, tmp_path: Path, model_of: Callable[[str, Path], Path]
+) -> None:
+    keys, stage_keys, message = WRONG_FOR_THE_MODEL[case]
+    folder = model_of("qwen", tmp_path)
+    if "prompts" in stage_keys:
+        settings = json.loads((folder / "config.json").read_text())
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model.resize_token_embeddings(settings["vocab_size"] - 1)
+        model.save_pretrained(folder)
+        stage_keys = {"prompts": letters(tmp_path, "a b c\nm m m m\n")}
+    if "evaluation" in stage_keys:
+        stage_keys = {"evaluation": stage_keys["evaluation"] | {"prompts": letters(tmp_path)}}
+    with pytest.raises(UserError, match=message):
+        check_from_yaml(run_of("qwen", tmp_path, keys, **stage_keys))
+
+
+def test_the_longest_prompt_of_a_file_is_seen_wherever_it_stands(
+    tmp_path: Path, model_of: Callable[[str, Path], Path]
+) -> None:
+    model_of("qwen", tmp_path)
+    prompts = letters(tmp_path, "a b\n" * 300 + "a " * 61 + "\nb\n")
+    with pytest.raises(UserError, match=r"prompt 300 .* has 61 tokens; with sampling.max_new_tokens: 4"):
+        check_from_yaml(run_of("qwen", tmp_path, prompts=prompts))
+
+
+def test_a_size_of_the_evaluation_that_the_model_cannot_draw_is_found(
+    tmp_path: Path, model_of: Callable[[str, Path], Path]
+) -> None:
+    model_of("stable-diffusion", tmp_path)
+    evaluation = {"prompts": letters(tmp_path), "count": 2, "sampling": {"height": 17}}
+    with pytest.raises(UserError, match=r"stages\.only\.evaluation: sampling.height: 17 is not a multiple"):
+        check_from_yaml(run_of("stable-diffusion", tmp_path, evaluation=evaluation))
+
+
+def test_sampling_that_a_chain_replaces_in_its_parts_is_checked(
+    tmp_path: Path, model_of: Callable[[str, Path], Path]
+) -> None:
+    block = {"type": "text", "model": str(model_of("qwen", tmp_path)), "sampling": {"max_new_tokens": 4}}
+    for replaced, message in (
+        ({"second": {"max_new_token": 3}}, r"policies\.both: sampling\.second\.max_new_token: .*\(policy 'two'\)"),
+        ({"first": {"max_new_tokens": 62}}, r"stages\.only: prompt 0 .* 64 positions"),
+    ):
+        chain = {"type": "chain", "parts": ["one", "two"], "sampling": replaced}
+        config = write_run(
+            tmp_path,
+            stage(tmp_path, policy="both", prompts=letters(tmp_path)),
+            policies={"one": block, "two": block, "both": chain},
+        )
+        with pytest.raises(UserError, match=message):
+            check_from_yaml(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engine.device=cuda", r"engine: engine.device: cuda: torch finds no CUDA device"),
+        (f"seed={2**63}", rf"seed: seed: {2**63} does not fit into 64 bits"),
+        (f"stages.only.evaluation.seed={-(2**64)}", r"stages.only.evaluation: seed: -\d+ does not fit"),
+    ],
+)
+def test_what_this_machine_or_64_bits_cannot_do_is_found(
+    override: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = write_run(tmp_path, stage(tmp_path, evaluation=held_out(tmp_path)))
+    with pytest.raises(UserError, match=message):
+        check_from_yaml(config, [override])
+
+
+def test_fewer_held_out_prompts_than_asked_for_are_said_with_both_numbers(tmp_path: Path) -> None:
+    config = write_run(tmp_path, stage(tmp_path, evaluation=held_out(tmp_path, count=9)))
+    with pytest.warns(
+        UserWarning, match=r"stages\.only\.evaluation\.count: 9 held-out prompts .* there are only 5; all"
+    ):
+        check_from_yaml(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_from_yaml(config, ["stages.only.evaluation.count=5"])
+
+
 def test_overrides_are_checked_too(tmp_path: Path) -> None:
     config = write_run(tmp_path, stage(tmp_path))
     check_from_yaml(config, ["stages.only.group_size=2"])
@@ -97,6 +322,7 @@ def test_the_estimate_is_the_bytes_of_a_real_optimizer_and_reference(tmp_path: P
 
 def test_a_real_models_counts_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     policies = {"writer": {"type": "text", "model": str(tiny_gpt2(tmp_path / "model")), "lora": {"rank": 2}}}
+    policies["writer"]["sampling"] = {"max_new_tokens": 8}
     check_from_yaml(write_run(tmp_path, stage(tmp_path, policy="writer"), policies=policies))
     said = capsys.readouterr().out
     assert "writer" in said and "the configuration is valid" in said
