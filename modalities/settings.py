@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Mapping
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Settings(BaseModel):
@@ -14,3 +18,33 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _true_is_no_number(cls, values: Any) -> Any:
+        # Pydantic takes true for 1, and its strict mode would refuse much that YAML may write for a number.
+        if not isinstance(values, Mapping):
+            return values
+        kinds = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
+        return {key: _bool_as_word(value, kinds.get(key)) for key, value in values.items()}
+
+
+def _bool_as_word(value: Any, kind: Any) -> Any:
+    """`value`, with the word `true` or `false`, which is no number, for a bool where the type `kind` asks for one."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _bool_as_word(value, arguments[0])
+    if origin in (Union, UnionType):
+        if isinstance(value, bool):
+            return _bool_as_word(value, bool if bool in arguments else int if {int, float} & set(arguments) else None)
+        holding = [member for member in arguments if isinstance(value, list) and get_origin(member) in (list, tuple)]
+        return _bool_as_word(value, holding[0]) if holding else value
+    if isinstance(value, bool) and kind in (int, float):
+        return str(value).lower()
+    if isinstance(value, Mapping) and origin is dict:
+        return {key: _bool_as_word(item, arguments[1]) for key, item in value.items()}
+    if isinstance(value, list) and origin in (list, tuple):
+        fixed = origin is tuple and Ellipsis not in arguments
+        kinds = arguments if fixed and len(arguments) == len(value) else arguments[:1] * len(value)
+        return [_bool_as_word(item, kind) for item, kind in zip(value, kinds, strict=True)]
+    return value

@@ -334,6 +334,12 @@ WRONG_OVERRIDES = {
     "stages.first.check=of": ["stages.first.check: of: must be one of 'error', 'warn', 'off'; did you mean 'off'?"],
     "stages.first.size=1": ["stages.first.size: 1: must be a whole number >= 2 and <= 64"],
     "stages.first.size=2.5": ["2.5: must be a whole number"],
+    "stages.first.size=true": ["stages.first.size: true: must be a whole number >= 2 and <= 64"],
+    "stages.first.until.iterations=false": ["until.iterations: false: must be a whole number >= 0 or null"],
+    "stages.first.until.share=true": ["stages.first.until.share: true: must be a number"],
+    "stages.first.pair=[1, true]": ["stages.first.pair.1: true: must be a number"],
+    "stages.first.shape={type: circle, radius: true}": ["stages.first.shape.radius: true: must be a number >= 0"],
+    "stages.first.speakers.one.repeats=true": ["speakers.one.repeats: true: must be a whole number >= 1"],
     "stages.first.size=null": ["null: must be a whole number"],
     "stages.first.until=never": ["stages.first.until: never: must be a block with the keys iterations, share"],
     "stages.first.until.share=nan": ["stages.first.until.share", "NaN"],
@@ -374,6 +380,17 @@ def test_a_wrong_override_is_one_line_that_names_key_value_and_what_is_allowed(w
         message = mistake(write(GOOD), override)
     assert all(part in message for part in WRONG_OVERRIDES[override]), message
     assert message.startswith("command line: ") and len(message.splitlines()) == 1, message
+
+
+def test_only_true_and_false_are_no_numbers(write: Any) -> None:
+    """A whole number stays one where any number is allowed, and so does a number that is written as text."""
+    path = write(GOOD)
+    changed = validate(
+        Run, load_yaml(path, ["stages.0.until.share=1", "stages.0.pair=[1, '1e-4']", "stages.0.size='8'"])
+    )
+    first = changed.stages[0]
+    assert (first.until.share, first.pair, first.size) == (1.0, (1.0, 1e-4), 8)
+    assert validate(Run, load_yaml(path, ["stages.0.strict=true"])).stages[0].strict is True
 
 
 def test_what_a_block_itself_refuses_is_said_at_the_block(write: Any) -> None:
