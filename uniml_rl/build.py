@@ -12,8 +12,10 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from modalities.base import Policy, PolicySummary
 from modalities.critic import Critic, CriticSettings
 from modalities.errors import did_you_mean
+from modalities.forward_process import ForwardProcessSettings
 from modalities.settings import Settings
 from rewards.combine import RewardSet
+from uniml_rl.algorithms.parts import AggregationSettings
 from uniml_rl.algorithms.presets import merge_preset
 from uniml_rl.algorithms.settings import AnyAlgorithm
 from uniml_rl.config import overlay, typed_block, validate
@@ -160,6 +162,21 @@ class EmaSettings(Settings):
     """Share of the old average that is kept per iteration."""
 
 
+class AuxiliarySettings(Settings):
+    """A supervised loss on given samples (pretraining data) beside the algorithm's own, against forgetting."""
+
+    records: RecordsBlock
+    """The samples."""
+    records_per_step: int = Field(ge=1)
+    """Records of one optimizer step, over all ranks."""
+    weight: float = Field(gt=0)
+    """Factor of the loss."""
+    forward: ForwardProcessSettings = ForwardProcessSettings()
+    """For denoising models: at which times of the forward process they are scored. Tokens do not read it."""
+    aggregation: AggregationSettings = AggregationSettings()
+    """From decisions to one number."""
+
+
 class RehearsalSettings(Settings):
     """A share of an earlier stage's prompts, scored by that stage's rewards, against forgetting."""
 
@@ -202,6 +219,8 @@ class StageConfig(Settings):
     """Held-out evaluation."""
     ema: EmaSettings | None = None
     """Moving average of the weights."""
+    auxiliary: AuxiliarySettings | None = None
+    """A supervised loss beside the algorithm's own."""
     rehearsal: list[RehearsalSettings] = Field(default_factory=list)
     """Earlier stages to rehearse."""
 

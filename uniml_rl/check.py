@@ -47,6 +47,9 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> dict[str, PolicySummar
         place: KeyPath = ("stages", index)
         with _said_at(loaded, place):
             _check_stage(config, stage, summaries[stage.policy])
+        if stage.auxiliary is not None:
+            with _said_at(loaded, (*place, "auxiliary")):
+                _check_records(stage.auxiliary.records, config.seed, summaries[stage.policy])
         if stage.evaluation is not None:
             with _said_at(loaded, (*place, "evaluation")):
                 _check_evaluation(config, stage, stage.evaluation, summaries[stage.policy])
@@ -71,12 +74,16 @@ def _check_stage(config: RunConfig, stage: StageConfig, summary: PolicySummary) 
         rewards.check(summary.sample_kind, stream.first(FIRST_RECORDS))
         summary.fit(_longest(stage.prompts, stream), summary.sampling)
     else:
-        assert stage.records is not None
-        records = stage.records.build(config.seed)
-        records.check_kind(summary.sample_kind)
-        group_size = min(len(record.samples) for record in records.first(FIRST_RECORDS))
+        group_size = _check_records(stage.records, config.seed, summary)
     for kind, unit in summary.decisions:
         stage.algorithm.check(group_size=group_size, log_prob_unit=unit, kind=kind)
+
+
+def _check_records(block: Any, seed: int, summary: PolicySummary) -> int:
+    """The number of samples of a record."""
+    records = block.build(seed)
+    records.check_kind(summary.sample_kind)
+    return min(len(record.samples) for record in records.first(FIRST_RECORDS))
 
 
 def _check_evaluation(

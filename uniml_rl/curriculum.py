@@ -30,6 +30,7 @@ from uniml_rl.data.records import RecordStream
 from uniml_rl.engines.base import Engine
 from uniml_rl.evaluation import Evaluation, Evaluator, compare, evaluation_metrics
 from uniml_rl.export import export_policy
+from uniml_rl.given import AuxiliaryLoss
 from uniml_rl.monitor.progress import Progress
 from uniml_rl.monitor.report import StageReport
 from uniml_rl.monitor.samples import save_before_after, save_samples
@@ -265,11 +266,12 @@ class Curriculum:
             config.algorithm.check(group_size=group_size, log_prob_unit=unit, kind=segment_kind)
         objective = build_objective(config.algorithm, critic, rewards.own)
         objective.check_policy(policy)
+        auxiliary = self._auxiliary(config, policy)
         optimizers = {config.policy: (policy.trainable_modules(), config.optimizer)}
         if critic is not None and config.critic is not None:
             optimizers[CRITIC] = (critic.trainable_modules(), config.critic.optimizer)
         self.engine.attach(optimizers)
-        trainer = Trainer(policy, source, rewards, objective, self.engine, config, index, seed)
+        trainer = Trainer(policy, source, rewards, objective, self.engine, config, index, seed, auxiliary)
         stage = OpenStage(config, policy, critic, trainer, rewards, self._evaluator(config, policy, rewards, index))
         if self._restored is not None and self.position.iteration > 0:
             trainer.load_state_dict(self._restored["trainer"])
@@ -322,6 +324,15 @@ class Curriculum:
         shares = [rehearsal.share for rehearsal in config.rehearsal]
         streams = [stage.prompts.build(self.config.seed) for stage in earlier if stage.prompts is not None]
         return MixedPromptStream([own, *streams], [1 - sum(shares), *shares])
+
+    def _auxiliary(self, config: StageConfig, policy: Policy) -> AuxiliaryLoss | None:
+        if config.auxiliary is None:
+            return None
+        records: RecordStream = config.auxiliary.records.build(self.config.seed)
+        records.check_kind(policy.sample_kind)
+        loss = AuxiliaryLoss(config.auxiliary, records, config.micro_batch)
+        loss.objective.check_policy(policy)
+        return loss
 
     def _rewards(self, config: StageConfig, index: int) -> StageRewards:
         sources = [config, *(self.config.stages[self._stage_index(r.stage)] for r in config.rehearsal)]

@@ -26,9 +26,13 @@ from uniml_rl.data.prompts import DrawnPrompt, PromptStream
 from uniml_rl.data.records import RecordStream
 from uniml_rl.engines.base import Engine, StepReport
 from uniml_rl.experience import Experience, Rollout
+from uniml_rl.given import AuxiliaryLoss, given_rollout
 from uniml_rl.monitor.metrics import Metrics, peak_memory_gib
 from uniml_rl.monitor.sample_metrics import measure_rollout, measure_samples
 from uniml_rl.objectives.base import Objective
+
+_AUXILIARY = -2
+"""In place of a segment's number in a sample's key: random numbers of the auxiliary loss, not of a rollout."""
 
 
 class Scores(Protocol):
@@ -74,6 +78,7 @@ class Trainer:
         stage: StageConfig,
         stage_index: int,
         run_seed: int,
+        auxiliary: AuxiliaryLoss | None = None,
     ) -> None:
         self.policy = policy
         self.source = source
@@ -83,6 +88,7 @@ class Trainer:
         self.stage = stage
         self.stage_index = stage_index
         self.run_seed = run_seed
+        self.auxiliary = auxiliary
         self.optimizer_steps = 0
         self._replay_checked = False
 
@@ -111,7 +117,9 @@ class Trainer:
 
     def _collect(self, iteration: int, metrics: Metrics) -> Rollout:
         if isinstance(self.source, RecordStream):
-            return self._given(self.source, iteration, metrics)
+            key = SampleKey(self.run_seed, self.stage_index, iteration, prompt=0, sample=0)
+            with metrics.timed("time/encode"):
+                return given_rollout(self.policy, self.source, self.stage.prompts_per_iteration, self.engine, key)
         return self._rollout(self.source, iteration, 0, self.stage.prompts_per_iteration, metrics)
 
     def _rollout(
@@ -129,25 +137,6 @@ class Trainer:
         with metrics.timed("time/reward"), torch.no_grad():
             result = self.rewards.score(samples, trajectory.leaf_prompts(), iteration)
         return Rollout(trajectory, samples, result)
-
-    def _given(self, source: RecordStream, iteration: int, metrics: Metrics) -> Rollout:
-        """The next records as if the policy had made their samples; a record is a group, its labels the rewards."""
-        per_iteration, rank, world_size = self.stage.prompts_per_iteration, self.engine.rank, self.engine.world_size
-        drawn = source.take(per_iteration, rank, world_size)
-        key = SampleKey(self.run_seed, self.stage_index, iteration, prompt=0, sample=0)
-        rows = [(record, number) for record in drawn for number in range(len(record.samples))]
-        keys = [
-            replace(key, prompt=record.index, sample=record.repeat * len(record.samples) + number)
-            for record, number in rows
-        ]
-        samples = [record.samples[number] for record, number in rows]
-        with metrics.timed("time/encode"), torch.no_grad(), self.engine.autocast():
-            trajectory = self.policy.encode([record.prompt for record, _ in rows], samples, keys)
-        first = rank * per_iteration // world_size
-        groups = [first + place for place, record in enumerate(drawn) for _ in record.samples]
-        trajectory.segments[0].group = torch.tensor(groups)
-        labels = torch.tensor([record.labels[number] for record, number in rows])
-        return Rollout(trajectory, samples, RewardResult(labels, labels.isfinite(), {}, {}, {}, {}))
 
     # -- from it to optimizer steps --------------------------------------------------------------------------------
 
@@ -186,6 +175,10 @@ class Trainer:
                 loss = self.objective.loss(self.policy, minibatch, cut, iteration, metrics)
             if loss.requires_grad:
                 self.engine.backward(loss)
+        if self.auxiliary is not None:
+            # The number of the step stands in the place of the resampling round, so each draws its own noise.
+            key = SampleKey(self.run_seed, self.stage_index, iteration, 0, 0, self.optimizer_steps, _AUXILIARY)
+            self.auxiliary.add_gradient(self.policy, self.engine, key, metrics)
         report = self.engine.step(iteration)
         self._record(report, metrics)
         self.optimizer_steps += not report.skipped
@@ -225,6 +218,7 @@ class Trainer:
             "objective": self.objective.state_dict(),
             "engine": self.engine.state_dict(),
             "optimizer_steps": self.optimizer_steps,
+            "auxiliary": self.auxiliary.state_dict() if self.auxiliary else {},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -233,4 +227,6 @@ class Trainer:
         self.objective.load_state_dict(state["objective"])
         self.engine.load_state_dict(state["engine"])
         self.optimizer_steps = state["optimizer_steps"]
+        if self.auxiliary is not None:
+            self.auxiliary.load_state_dict(state["auxiliary"])
         self.policy.set_version(self.optimizer_steps)

@@ -50,6 +50,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": {"type": "logistic", "beta": 1.0},
         "reference_free": True,
     },
+    # Xu et al. 2023: docs/algorithms/refl.md
+    "refl": {"objective": "reward_gradient", "gradient": {"type": "early_clean"}},
     # Clark et al. 2023: docs/algorithms/draft.md
     "draft": {"objective": "reward_gradient", "gradient": {"type": "last_steps", "count": 1}},
     # Prabhudesai et al. 2023: docs/algorithms/alignprop.md

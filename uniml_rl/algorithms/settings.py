@@ -237,6 +237,7 @@ class KTOSettings(AlgorithmSettings):
 class LastSteps(Settings):
     """DRaFT-K: the gradient runs through the last K denoising steps."""
 
+    early_clean: ClassVar[bool] = False
     type: Literal["last_steps"] = "last_steps"
     """A fixed number of steps."""
     count: int = Field(default=1, ge=1)
@@ -250,6 +251,7 @@ class LastSteps(Settings):
 class RandomLastSteps(Settings):
     """AlignProp: as many of the last steps as are drawn, uniformly from 1 to all, for each micro-batch."""
 
+    early_clean: ClassVar[bool] = False
     type: Literal["random_last_steps"] = "random_last_steps"
     """A random number of steps."""
 
@@ -258,12 +260,26 @@ class RandomLastSteps(Settings):
         return int(torch.randint(1, steps + 1, (), generator=generator))
 
 
+class EarlyClean(Settings):
+    """ReFL: sampling stops at a random step, and the clean latent that this step predicts is rewarded."""
+
+    early_clean: ClassVar[bool] = True
+    type: Literal["early_clean"] = "early_clean"
+    """One step, away from the end."""
+    first: float = Field(default=0.75, ge=0, lt=1)
+    """The step is drawn, uniformly and for each micro-batch, from those behind this share of the schedule."""
+
+    def draw(self, steps: int, generator: torch.Generator) -> int:
+        """How many steps before the end of `steps` it lies."""
+        return int(torch.randint(1, steps - int(self.first * steps) + 1, (), generator=generator))
+
+
 class RewardGradientSettings(AlgorithmSettings):
     """Raises a differentiable reward by its own gradient, through the decoder and the last denoising steps."""
 
     objective: Literal["reward_gradient"] = "reward_gradient"
     """How rewards become a gradient; it comes with the name."""
-    gradient: Annotated[LastSteps | RandomLastSteps, Field(discriminator="type")]
+    gradient: Annotated[LastSteps | RandomLastSteps | EarlyClean, Field(discriminator="type")]
     """Which steps the gradient runs through."""
 
     def check(self, group_size: int | None, log_prob_unit: LogProbUnit | None = None, kind: str | None = None) -> None:

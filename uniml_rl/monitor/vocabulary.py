@@ -80,6 +80,25 @@ METRICS: dict[str, Metric] = {
     "loss/value": Metric("1", "sum", "The value term before its factor, summed over the iteration's optimizer steps."),
     "loss/kl": Metric("1", "sum", "The KL term before its coefficient, summed over the iteration's optimizer steps."),
     "loss/entropy": Metric("1", "sum", "The entropy bonus with its sign, before its coefficient, summed likewise."),
+    "loss/auxiliary": Metric(
+        "1", "sum", "The auxiliary supervised loss before its weight, summed over the iteration's optimizer steps."
+    ),
+    "supervised/log_prob": Metric(
+        "nats per token, or minus squared error",
+        "mean",
+        "Log-prob of the given samples' decisions; of denoising models −w(t)·mean((prediction − target)²).",
+    ),
+    "preference/accuracy": Metric("share", "mean", "Pairs whose chosen sample is ahead, i.e. whose margin is above 0."),
+    "preference/margin": Metric(
+        "nats, or the reward model's score",
+        "mean",
+        "log(p/p_reference) of the chosen sample minus that of the rejected one; without a reference the difference of "
+        "their log-probs or scores.",
+    ),
+    "kto/desirable_share": Metric("share", "mean", "Samples that count as desirable."),
+    "kto/drift": Metric(
+        "nats", "mean", "z, the mean log(p/p_reference) of samples under exchanged prompts, not below 0."
+    ),
     "value/explained_variance": Metric(
         "1", "explained variance", "Of the returns by the critic's values before the update."
     ),
@@ -107,6 +126,7 @@ METRICS: dict[str, Metric] = {
     ),
     "learning_rate/{optimizer}": Metric("1", "last", "Learning rate of that optimizer at this iteration."),
     "time/rollout": Metric("s", "sum per rank", "Sampling."),
+    "time/encode": Metric("s", "sum per rank", "Reading given samples as if the policy had made them."),
     "time/decode": Metric("s", "sum per rank", "From latents or tokens to samples."),
     "time/reward": Metric("s", "sum per rank", "Scoring."),
     "time/replay": Metric(

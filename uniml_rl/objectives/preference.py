@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from modalities.base import Cut, Policy, Trajectory
+from modalities.trajectories import select
 from rewards.combine import RewardResult
 from uniml_rl.algorithms.aggregation import aggregate
 from uniml_rl.algorithms.settings import PreferenceSettings, SquareLoss
@@ -49,8 +50,6 @@ class PreferenceObjective(LikelihoodObjective):
     def as_trained(
         self, policy: Policy, trajectory: Trajectory, result: RewardResult
     ) -> tuple[Trajectory, RewardResult]:
-        from modalities.trajectories import select
-
         rows = best_and_worst(result.total, result.valid, trajectory.segments[0].group)
         pairs = replace(result, total=result.total[rows], valid=result.valid[rows], raw={}, weighted={})
         return super().as_trained(policy, select(trajectory, rows), pairs)

@@ -74,8 +74,9 @@ class RewardGradientObjective(Objective):
     def loss(self, policy: Policy, minibatch: Minibatch, cut: Cut, iteration: int, metrics: Metrics) -> Tensor:
         requests = [minibatch.experience.trajectory.requests[row] for row in cut.rows.tolist()]
         steps = minibatch.experience.trajectory.segments[0].num_steps
-        count = self.settings.gradient.draw(steps, replace(requests[0].key, segment=_CHOICE_OF_STEPS).generator())
-        trajectory = policy.rollout_with_gradient(requests, count)
+        gradient = self.settings.gradient
+        count = gradient.draw(steps, replace(requests[0].key, segment=_CHOICE_OF_STEPS).generator())
+        trajectory = policy.rollout_with_gradient(requests, count, early_clean=gradient.early_clean)
         samples = policy.decode(trajectory, differentiable=True)
         rewards, valid = self.rewards.score_with_gradient(samples, [request.prompt for request in requests], iteration)
         weights = torch.where(valid, minibatch.weights[0][cut.rows, 0].to(valid.device), 0.0)
