@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ from modalities.lora import (
     save_adapter,
 )
 from modalities.samples import Audio, Sample
+from modalities.segments import PADDED_PROMPTS
 from modalities.sources import loading, resolve_model
 from modalities.tokens import (
     SoftmaxSampling,
@@ -140,7 +142,9 @@ class CodecSegment(TokenSegment):
     Entries that the delay pattern forces are not in `length_mask`. `prompt_tokens` are those of the text encoder.
     """
 
-    text_states: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0))  # [P, L, D]: its output, once per prompt
+    text_states: Tensor = field(  # [P, L, D]: its output, once per prompt
+        default_factory=lambda: torch.empty(0, 0, 0), metadata=PADDED_PROMPTS
+    )
     guidance_scale: float = 1.0
 
 
@@ -287,12 +291,15 @@ class AudioPolicy(Policy):
 
         return Replay(log_prob=spread(flat.log_prob), entropy=spread(flat.entropy), features=spread(flat.features))
 
-    def codes(self, segment: CodecSegment) -> Tensor:
-        """[B, K, F] int64: the codec's tokens, each codebook moved back by its delay."""
+    def codes(self, segment: CodecSegment) -> list[Tensor]:
+        """[K, F] int64 of each row: the codec's tokens, each codebook moved back by its delay."""
         grid_BCK = segment.tokens.unflatten(1, (-1, self.num_codebooks))
-        frames = int(segment.length_mask[0].sum()) // self.num_codebooks
-        lags = enumerate(self.delay.tolist())
-        return torch.stack([grid_BCK[:, lag : lag + frames, codebook] for codebook, lag in lags], dim=1)
+        frames_B = segment.length_mask.sum(1) // self.num_codebooks
+        lags = list(enumerate(self.delay.tolist()))
+        return [
+            torch.stack([grid_CK[lag : lag + frames, codebook] for codebook, lag in lags])
+            for grid_CK, frames in zip(grid_BCK, frames_B.tolist(), strict=True)
+        ]
 
     @torch.no_grad()
     def decode(self, trajectory: Trajectory, differentiable: bool = False) -> list[Sample]:
@@ -301,13 +308,16 @@ class AudioPolicy(Policy):
             raise ValueError("sound is made of discrete codec tokens: decoding it cannot be differentiable.")
         segment = trajectory.segments[-1]
         assert isinstance(segment, CodecSegment)
-        samples: list[Sample] = []
-        for codes_bKF in self.codes(segment).to(self.device).split(self.config.decoding_rows):
-            # The channels of stereo are decoded as sounds of their own.
-            channels = [self._waveforms(codes_bKF[:, first :: self.num_channels]) for first in range(self.num_channels)]
-            waveforms = torch.cat(channels, dim=1).clamp(-1, 1).cpu()
-            samples += [Audio(waveform, self.musicgen.config.audio_encoder.sampling_rate) for waveform in waveforms]
+        rate, samples = self.musicgen.config.audio_encoder.sampling_rate, list[Sample]()
+        for _, alike in groupby(self.codes(segment), key=lambda codes_KF: codes_KF.shape[1]):
+            for codes_bKF in torch.stack(list(alike)).to(self.device).split(self.config.decoding_rows):
+                samples += [Audio(waveform, rate) for waveform in self._sound(codes_bKF)]
         return samples
+
+    def _sound(self, codes_bKF: Tensor) -> Tensor:
+        """[b, channels, samples] on the CPU; the channels of stereo are decoded as sounds of their own."""
+        channels = [self._waveforms(codes_bKF[:, first :: self.num_channels]) for first in range(self.num_channels)]
+        return torch.cat(channels, dim=1).clamp(-1, 1).cpu()
 
     def _waveforms(self, codes_bKF: Tensor) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):

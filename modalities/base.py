@@ -10,9 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,182 +20,44 @@ from torch import Tensor, nn
 from modalities.errors import UserError
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample
+from modalities.segments import (
+    Cut,
+    DenoisingSegment,
+    ForwardSegment,
+    LatentSegment,
+    LogProbUnit,
+    Need,
+    Replay,
+    Request,
+    Segment,
+    TokenSegment,
+    Trajectory,
+    with_parent,
+)
 from modalities.settings import Settings
 from modalities.weights import WeightSets
 
 if TYPE_CHECKING:
     from modalities.forward_process import ForwardProcessSettings
 
-Need = Literal["log_prob", "entropy", "mean", "std", "prediction", "clean_prediction", "target", "features"]
-LogProbUnit = Literal["token", "element_mean", "element_sum"]
-
-
-@dataclass(frozen=True)
-class Request:
-    """One sample to make: its prompt, the group that its advantage is computed in, and its random numbers."""
-
-    prompt: Prompt
-    group: int
-    key: SampleKey
-
-
-@dataclass
-class Segment:
-    """A run of decisions of one kind by one agent. B rows, T decisions; every [B, T] tensor is aligned.
-
-    `trained_mask` is the set of decisions that a loss may use, and a subset of `length_mask`.
-    """
-
-    decisions_are_draws: ClassVar[bool] = False
-    """Whether the T decisions are draws of one and the same quantity, to be averaged, and not factors of a product."""
-    agent: str
-    """Name of the policy that made it."""
-    group: Tensor  # [B] int64, ids of prompts
-    rollout_log_probs: Tensor  # [B, T] float32, in the sampler's own numerics
-    trained_mask: Tensor  # [B, T] bool: decisions that a loss may train
-    length_mask: Tensor  # [B, T] bool: decisions that exist (padding and cut-off steps do not)
-    context_mask: Tensor  # [B, T] bool: entries given to the model, not chosen by it (tool output)
-    log_prob_unit: LogProbUnit
-    version: int
-    """Version of the weights that made it."""
-    ended: list[str]  # [B] "eos", "length", "complete", ...
-    keys: list[SampleKey]  # [B]
-    parent: Tensor | None = None  # [B] int64: the row of the previous segment that each row continues
-    kind: str = "segment"
-
-    def with_prompts_of(self, rows: Tensor) -> Segment:
-        """The same decisions, row b under the prompt of row `rows[b]` [B]."""
-        raise UserError(f"a segment of {self.kind} cannot exchange its prompts.")
-
-    @property
-    def num_rows(self) -> int:
-        return self.rollout_log_probs.shape[0]
-
-    @property
-    def num_steps(self) -> int:
-        return self.rollout_log_probs.shape[1]
-
-
-@dataclass
-class TokenSegment(Segment):
-    """Token decisions. The prompts are stored once and left-padded; row b continues prompt `prompt_index[b]`.
-
-    Several codebooks are T = frames x K decisions in frame-major order with the delay pattern in the masks.
-    """
-
-    tokens: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))  # [B, T] int64
-    prompt_tokens: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))  # [P, L] int64
-    prompt_mask: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.bool))  # [P, L] bool
-    prompt_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [B] int64
-    temperature: float = 1.0
-    near_ties: int = 0
-    """Draws whose uniform number lay within rounding of an edge of the cumulative distribution."""
-    kind: str = "tokens"
-
-    def with_prompts_of(self, rows: Tensor) -> TokenSegment:
-        return replace(self, prompt_index=self.prompt_index[rows])
-
-
-@dataclass
-class LatentSegment(Segment):
-    """Decisions about latents, and what the denoiser is told about each row: embeddings, stored once per prompt."""
-
-    guidance_scale: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [B, T] float32; 1 = no guidance
-    conditions: dict[str, Tensor] = field(default_factory=dict)  # name -> [P, ...]: embeddings, once per prompt
-    condition_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [B]
-    negative_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [B]; -1 = none
-
-    def with_prompts_of(self, rows: Tensor) -> LatentSegment:
-        return replace(self, condition_index=self.condition_index[rows], negative_index=self.negative_index[rows])
-
-
-@dataclass
-class DenoisingSegment(LatentSegment):
-    """Denoising decisions: decision t moves the latent from sigma (or timestep) t to t + 1 of its own table.
-
-    `states[i]` is the latent before transition i (`states[num_steps]` is the final one), float32 whatever the model's
-    dtype, already rounded to the storage dtype before it was scored. Only states next to a trained transition are kept,
-    and the final one in `final_latents`.
-    """
-
-    sampler: str = ""
-    """Name and parameters of the transition kernel live with the policy; the name is kept for the record."""
-    states: dict[int, Tensor] = field(default_factory=dict)  # index -> [B, ...] float32
-    final_latents: Tensor = field(default_factory=lambda: torch.empty(0))  # [B, ...] float32
-    times: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [B, T + 1] float32: sigma, or timestep of a UNet
-    std: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [B, T] float32: noise std, 0 = deterministic
-    kind: str = "denoising"
-
-
-@dataclass
-class ForwardSegment(LatentSegment):
-    """Clean latents, each noised T times by the forward process; decision t asks the denoiser to undo one of them.
-
-    The log-prob of a decision is -w(t) mean((prediction - target)^2), a surrogate of the sample's log-likelihood. The
-    noise is drawn again from `noise_seed` whenever it is needed. There was no rollout: `rollout_log_probs` are NaN.
-    """
-
-    decisions_are_draws: ClassVar[bool] = True
-    clean: Tensor = field(default_factory=lambda: torch.empty(0))  # [B, ...] in the storage dtype
-    times: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [B, T] float32: sigma, or timestep of a UNet
-    weights: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # [B, T] float32: w(t)
-    noise_seed: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [B] int64
-    kind: str = "forward"
-
-
-@dataclass
-class Trajectory:
-    """Segments in the order in which they were made, and the requests of the first segment's rows."""
-
-    segments: list[Segment]
-    requests: list[Request]
-
-    def roots(self, segment: int) -> Tensor:
-        """[B_s] int64: for each row of `segments[segment]` the row of the first segment that it descends from."""
-        rows = torch.arange(self.segments[segment].num_rows)
-        for index in range(segment, 0, -1):
-            parent = self.segments[index].parent
-            if parent is not None:
-                rows = parent[rows]
-        return rows
-
-    def leaf_prompts(self) -> list[Prompt]:
-        """The prompt of each row of the last segment: what a reward is given with each decoded sample."""
-        return [self.requests[row].prompt for row in self.roots(len(self.segments) - 1).tolist()]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One micro-batch of decisions: some rows and some consecutive steps of one segment."""
-
-    segment: int
-    rows: Tensor  # [b] int64
-    steps: slice
-
-    def take(self, values: Tensor) -> Tensor:
-        """The cut's part [b, t] of a tensor [B, T] aligned with its segment."""
-        return values[self.rows, self.steps]
-
-
-@dataclass
-class Replay:
-    """What `Policy.replay` computed for a cut; only what was asked for in `needs` is set."""
-
-    log_prob: Tensor | None = None  # [b, t] float32
-    entropy: Tensor | None = None  # [b, t] float32, nats
-    mean: Tensor | None = None  # [b, t, ...] float32: mean of each transition
-    std: Tensor | None = None  # [b, t] float32: the transition's own noise std
-    prediction: Tensor | None = None  # [b, t, ...] float32: the model's output (velocity, epsilon ...), guided
-    clean_prediction: Tensor | None = None  # [b, t, ...] float32: the clean latent that the prediction implies (affine)
-    target: Tensor | None = None  # [b, t, ...] float32: the prediction of a perfect denoiser; forward segments only
-    features: Tensor | None = None  # [b, t, D]: what a value head reads
-
-    def of(self, need: Need) -> Tensor:
-        """The tensor `need`; an error if it was not asked for or the policy cannot give it."""
-        value = getattr(self, need)
-        if value is None:
-            raise ValueError(f"replay was not asked for {need!r}, or this policy does not offer it.")
-        return value
+__all__ = [
+    "Cut",
+    "DenoisingSegment",
+    "ForwardSegment",
+    "LatentSegment",
+    "LogProbUnit",
+    "Need",
+    "Policy",
+    "PolicyConfig",
+    "PolicySummary",
+    "Replay",
+    "Request",
+    "SamplerBackend",
+    "Segment",
+    "TokenSegment",
+    "Trajectory",
+    "with_parent",
+]
 
 
 class Policy(ABC):
@@ -232,12 +94,16 @@ class Policy(ABC):
         Requests with the same prompt share the work on it. `sampling` replaces the policy's own settings (evaluation).
         """
 
-    def rollout_with_gradient(self, requests: Sequence[Request], last_steps: int, sampling: Any = None) -> Trajectory:
+    def rollout_with_gradient(
+        self, requests: Sequence[Request], last_steps: int, sampling: Any = None, early_clean: bool = False
+    ) -> Trajectory:
         """The samples of `rollout`, bit for bit, with the gradient of the current weights through their last steps.
 
         Gradient runs through the last `last_steps` transitions (DRaFT-K, Clark et al. 2024) into `final_latents`, and
         `decode(trajectory, differentiable=True)` carries it on to the samples; noise is a constant. Nothing else of the
-        trajectory has a gradient. Raises UserError for a policy whose decisions are discrete.
+        trajectory has a gradient. With `early_clean` sampling stops at the first of these steps, and `final_latents`
+        are the clean ones that its prediction implies (ReFL, Xu et al. 2023). Raises UserError for a policy whose
+        decisions are discrete.
         """
         raise UserError(
             f"policy {self.name!r} ({type(self).__name__}) has no gradient from its samples to its weights; only "
@@ -392,8 +258,3 @@ class SamplerBackend(Protocol):
     def sample(self, requests: Sequence[Request], sampling: Any) -> Segment:
         """One row per request with the behaviour policy's log-probs."""
         ...
-
-
-def with_parent(segment: Segment, parent: Tensor) -> Segment:
-    """The segment as a continuation: row b continues row `parent[b]` of the segment before it."""
-    return replace(segment, parent=parent)

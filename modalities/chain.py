@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,17 +130,6 @@ def check_parts(
             raise UserError(f"parts: {name!r} is a chain itself; a part makes one segment.")
 
 
-@dataclass
-class ChainTrajectory(Trajectory):
-    """The segments of both parts, and the requests that each part was given."""
-
-    part_requests: list[list[Request]]
-
-    def part(self, index: int) -> Trajectory:
-        """The trajectory as the part that made segment `index` sees it."""
-        return Trajectory([self.segments[index]], self.part_requests[index])
-
-
 class ChainPolicy(Policy):
     """Delegates every segment to the part that made it. Rows of the second segment descend from those of the first."""
 
@@ -181,7 +170,7 @@ class ChainPolicy(Policy):
         ]
         samples = second.rollout(continued, second_sampling)
         segments: list[Segment] = [texts.segments[0], with_parent(samples.segments[0], parent)]
-        return ChainTrajectory(segments, list(requests), [list(requests), continued])
+        return Trajectory(segments, list(requests), [list(requests), continued])
 
     def _continue(self, request: Request, text: Sample, number: int, branch: int) -> Request:
         assert isinstance(text, Text)
@@ -194,12 +183,10 @@ class ChainPolicy(Policy):
 
     def replay(self, trajectory: Trajectory, cut: Cut, needs: frozenset[Need]) -> Replay:
         """See `Policy.replay`."""
-        assert isinstance(trajectory, ChainTrajectory)
         return self.parts[cut.segment].replay(trajectory.part(cut.segment), replace(cut, segment=0), needs)
 
     def as_likelihood(self, trajectory: Trajectory, settings: ForwardProcessSettings, round: int = 0) -> Trajectory:
         """See `Policy.as_likelihood`: each part's own, of the text and of the sample given the text."""
-        assert isinstance(trajectory, ChainTrajectory)
         segments = [
             part.as_likelihood(trajectory.part(index), settings, round).segments[0]
             for index, part in enumerate(self.parts)
@@ -208,12 +195,10 @@ class ChainPolicy(Policy):
 
     def decode(self, trajectory: Trajectory, differentiable: bool = False) -> list[Sample]:
         """See `Policy.decode`: what the second part made."""
-        assert isinstance(trajectory, ChainTrajectory)
         return self.parts[1].decode(trajectory.part(1), differentiable)
 
     def texts(self, trajectory: Trajectory) -> list[Sample]:
         """What the first part wrote, for each row of the first segment."""
-        assert isinstance(trajectory, ChainTrajectory)
         return self.parts[0].decode(trajectory.part(0))
 
     def trainable_modules(self) -> dict[str, nn.Module]:
@@ -222,7 +207,6 @@ class ChainPolicy(Policy):
 
     def plan(self, trajectory: Trajectory, roots: torch.Tensor, budget: int) -> list[Cut]:
         """See `Policy.plan`: each part cuts its own segment."""
-        assert isinstance(trajectory, ChainTrajectory)
         return [
             replace(cut, segment=index)
             for index, part in enumerate(self.parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -20,10 +20,23 @@ from contracts.harness import (
     requests,
 )
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from modalities.base import DenoisingSegment, ForwardSegment, Need, Policy, TokenSegment, Trajectory
+from modalities.base import (
+    DenoisingSegment,
+    ForwardSegment,
+    Need,
+    Policy,
+    Request,
+    Segment,
+    TokenSegment,
+    Trajectory,
+)
 from modalities.errors import UserError
 from modalities.forward_process import ForwardProcessSettings
+from modalities.randomness import SampleKey
+from modalities.samples import Audio, Prompt, Sample, Text
+from modalities.trajectories import concatenate, load_trajectory, select, trajectory_state
 from uniml_rl.algorithms.presets import resolve_algorithm
 from uniml_rl.build import RunConfig, build_policy
 from uniml_rl.export import export_policy
@@ -182,6 +195,83 @@ def test_a_transition_is_scored_by_its_gaussian(case: Case) -> None:
         std = replay.of("std").reshape(-1, *[1] * (mean.ndim - 1))
         expected = torch.distributions.Normal(mean, std).log_prob(following).flatten(1).mean(1)
         assert torch.allclose(cut.take(segment.rollout_log_probs)[:, 0], expected, atol=1e-5)
+
+
+def scores(policy: Policy, trajectory: Trajectory) -> list[Tensor]:
+    """[B_s, T_s] of each segment: the log-probs of the trained decisions, 0 elsewhere."""
+    found = [torch.zeros(segment.num_rows, segment.num_steps) for segment in trajectory.segments]
+    for cut in policy.plan(trajectory, torch.arange(trajectory.segments[0].num_rows), 4):
+        mask = cut.take(trajectory.segments[cut.segment].trained_mask)
+        with torch.no_grad():
+            log_prob = policy.replay(trajectory, cut, frozenset({"log_prob"})).of("log_prob")
+        found[cut.segment][cut.rows, cut.steps] = log_prob * mask
+    return found
+
+
+def same_fields(one: Segment, other: Segment) -> bool:
+    """Whether two segments hold the same, the number of near ties aside."""
+    assert type(one) is type(other)
+    unequal = [
+        each.name
+        for each in fields(one)
+        if each.name != "near_ties" and not same_values(getattr(one, each.name), getattr(other, each.name))
+    ]
+    return not unequal
+
+
+def same_values(one: object, other: object) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_values(one[key], other[key]) for key in one)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+    return one == other
+
+
+def content(sample: Sample) -> Tensor | str:
+    if isinstance(sample, Text):
+        return sample.text
+    return sample.waveform if isinstance(sample, Audio) else sample.unit()
+
+
+def alike(one: Sample, other: Sample) -> bool:
+    ours, theirs = content(one), content(other)
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        return torch.allclose(ours, theirs, atol=0.005)  # an eight-bit step: pixels are rounded
+    return ours == theirs
+
+
+@every_policy
+def test_rollouts_are_joined_and_rows_selected(case: Case, tmp_path: Path) -> None:
+    """What is joined scores and decodes as its parts, comes apart into them again, and survives a checkpoint."""
+    others = [
+        Request(Prompt(text, index), index, SampleKey(7, 0, 1, index, sample))
+        for index, text in enumerate(["e d c b a d e", "b"], start=5)
+        for sample in range(2)
+    ]
+    parts = [case.trajectory, case.policy.rollout(others)]
+    joined = concatenate(parts)
+    assert joined.requests == [*case.trajectory.requests, *others]
+    assert joined.leaf_prompts() == [prompt for part in parts for prompt in part.leaf_prompts()]
+    found, expected = scores(case.policy, joined), [scores(case.policy, part) for part in parts]
+    for index, score in enumerate(found):
+        wanted = [pad(part[index], (0, score.shape[1] - part[index].shape[1])) for part in expected]
+        assert torch.allclose(score, torch.cat(wanted), rtol=1e-5, atol=1e-6)
+        groups = [part.segments[index].group for part in parts]
+        assert torch.equal(joined.segments[index].group, torch.cat(groups))
+    decoded = [sample for part in parts for sample in case.policy.decode(part)]
+    assert all(alike(ours, theirs) for ours, theirs in zip(case.policy.decode(joined), decoded, strict=True))
+    torch.save(trajectory_state(joined), tmp_path / "buffer.pt")
+    loaded = load_trajectory(torch.load(tmp_path / "buffer.pt", weights_only=True))
+    assert (loaded.requests, loaded.part_requests) == (joined.requests, joined.part_requests)
+    assert all(map(same_fields, loaded.segments, joined.segments))
+    for part, roots in zip(parts, (torch.arange(ROWS), ROWS + torch.arange(len(others))), strict=True):
+        chosen = select(loaded, roots)
+        assert (chosen.requests, chosen.part_requests) == (part.requests, part.part_requests)
+        assert all(map(same_fields, chosen.segments, part.segments))
+    backwards = select(joined, torch.tensor([ROWS, 4, 4]))
+    leaves = [joined.roots(len(joined.segments) - 1) == row for row in (ROWS, 4, 4)]
+    wanted = [score for mine in leaves for score in found[-1][mine].sum(1).tolist()]
+    assert torch.allclose(scores(case.policy, backwards)[-1].sum(1), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
 
 
 @every_policy

@@ -92,7 +92,7 @@ def test_forced_entries_are_no_decisions(folder_of: Any) -> None:
 def test_codes_come_back_out_of_the_pattern(folder_of: Any) -> None:
     policy = policy_from(folder_of(2), sampling={"frames": 3})
     segment = segment_of(policy.rollout(requests()))
-    codes = policy.codes(segment)
+    codes = torch.stack(policy.codes(segment))
     assert codes.shape == (3, 8, 3)
     for codebook in range(8):
         for frame in range(3):
@@ -138,7 +138,7 @@ def test_a_longer_sound_begins_like_a_shorter_one(folder_of: Any) -> None:
     """Decisions that both make come from the same numbers: those of the first codebook and what it shares."""
     policy = policy_from(folder_of(1))
     short, long = (segment_of(policy.rollout(requests(), CodecSampling(frames=frames))) for frames in (3, 6))
-    assert torch.equal(policy.codes(short)[:, 0], policy.codes(long)[:, 0, :3])
+    assert torch.equal(torch.stack(policy.codes(short))[:, 0], torch.stack(policy.codes(long))[:, 0, :3])
 
 
 def test_the_text_encoder_runs_once_per_prompt(folder_of: Any) -> None:
