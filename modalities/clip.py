@@ -64,11 +64,10 @@ class Preprocessing:
         return pixels_CHW[:, top : top + height, left : left + width]
 
 
-class TransformersClip(nn.Module):
+class TransformersClip:
     """A `CLIPModel` with its tokenizer and its image processor, dropout off."""
 
     def __init__(self, model: Any, tokenizer: Any, processor: Any, where: str) -> None:
-        super().__init__()
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.processor = processor

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -139,13 +140,21 @@ def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def save_adapter(module: nn.Module, folder: Path) -> None:
-    """Writes `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained` loads."""
+def save_adapter(
+    module: nn.Module, folder: Path, prefix: str = "", whole: Mapping[str, nn.Module] | None = None
+) -> None:
+    """Writes `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained` loads.
+
+    `prefix` is the name of `module` within the model that they are loaded into, with a dot after it; `whole` are other
+    parts of that model by name, saved with all their weights.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    named = {f"{prefix}{key}": value for key, value in get_peft_model_state_dict(module).items()}
+    for name, part in (whole or {}).items():
+        named |= {f"{name}.{key}": value for key, value in part.state_dict().items()}
     # The names as PeftModel writes them; it takes an adapter without the prefix for one that lacks every key.
-    state = {
-        f"base_model.model.{key}": value.detach().cpu().contiguous()
-        for key, value in get_peft_model_state_dict(module).items()
-    }
+    state = {f"base_model.model.{key}": value.detach().cpu().contiguous() for key, value in named.items()}
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    module.peft_config[ADAPTER].save_pretrained(folder)  # type: ignore[operator,index,union-attr]
+    config: LoraConfig = copy(module.peft_config[ADAPTER])  # type: ignore[operator,index,assignment,arg-type]
+    config.modules_to_save = list(whole) if whole else None
+    config.save_pretrained(str(folder))

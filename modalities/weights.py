@@ -48,7 +48,8 @@ class WeightSets:
         self._refuse_while_swapped()
         self._sets.pop(name, None)
         self._switched_off.discard(name)
-        if name == "reference" and all(is_untrained(module) for module in self.modules.values()):
+        untrained = all(is_untrained(module) for module in self.modules.values())
+        if name == "reference" and untrained and all("lora_" in key for key in self.parameters()):
             self._switched_off.add(name)
         else:
             self._sets[name] = {key: value.detach().clone() for key, value in self.parameters().items()}

@@ -57,7 +57,8 @@ def load_clip(model: Path | str, device: str) -> ClipModel:
 
 def load_transformers_clip(folder: Path | str, device: str) -> ClipModel:
     """A `CLIPModel` folder or hub id with its processor."""
-    clip = modalities.clip.load_transformers_clip(folder).to(device).requires_grad_(False)
+    clip = modalities.clip.load_transformers_clip(folder)
+    clip.model.to(device).requires_grad_(False)
     return ClipModel(
         clip.image_features, lambda texts: clip.text_features(*clip.tokenize(texts)), clip.preprocessing, device
     )

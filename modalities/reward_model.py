@@ -1,0 +1,220 @@
+"""Reward models as policies: they sample nothing, and what training makes likelier is their score.
+
+The "log-prob" of a sample is its score, so an objective on pairs of samples without a reference trains it: with
+beta = 1, DPO's -log sigmoid(beta (log p(chosen) - log p(rejected))) is the Bradley-Terry loss
+-log sigmoid(score(chosen) - score(rejected)) (Christiano et al. 2017; Stiennon et al. 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, CLIPConfig, CLIPModel
+
+from modalities.base import (
+    Cut,
+    LogProbUnit,
+    Need,
+    Policy,
+    PolicyConfig,
+    PolicySummary,
+    Replay,
+    Request,
+    Segment,
+    Trajectory,
+)
+from modalities.causal_lm import checkpoint_layers
+from modalities.errors import UserError
+from modalities.forward_process import ForwardProcessSettings
+from modalities.lora import LoraSettings, attach_lora, require_float32_when_trained
+from modalities.randomness import SampleKey
+from modalities.samples import Prompt, Sample
+from modalities.scorers import LORA_TARGETS, Scorer, load_clip_scorer, load_text_scorer
+from modalities.sources import loading, resolve_model
+from modalities.weights import WeightSets
+
+
+class RewardModelConfig(PolicyConfig):
+    """What the blocks of both reward models have."""
+
+    model: str
+    """Where the model to start from comes from: a hub id, a folder, `package:NAME==VERSION#FILE` or `bundled:PATH`."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the frozen weights under an adapter; trainable weights are always float32."""
+    lora: LoraSettings | None = None
+    """A low-rank adapter; None trains every weight."""
+    gradient_checkpointing: bool = False
+    """Compute each layer's activations again in the backward pass instead of keeping them."""
+    sampling: None = None
+    """A reward model samples nothing."""
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> RewardModelConfig:
+        require_float32_when_trained(self.dtype, self.lora)
+        return self
+
+    def load(self, seed: int) -> Scorer:
+        """The model and what it reads prompts with; a new head is drawn from `seed`."""
+        raise NotImplementedError
+
+    def build(self, name: str, device: str, seed: int) -> RewardModel:
+        """See `PolicyConfig.build`."""
+        return RewardModel(name, self.load(seed), self, torch.device(device), seed)
+
+
+class TextRewardModelConfig(RewardModelConfig):
+    """A language model with a scalar head, read at the last token of prompt and response, as a policy.
+
+    It becomes transformers' sequence classification with one label. A causal language model gets a new head; a model
+    that has one already is trained on.
+    """
+
+    type: Literal["text_reward_model"] = "text_reward_model"
+    """Scores texts."""
+    chat_template: bool | None = None
+    """Wrap prompts in the tokenizer's chat template; None does where it has one."""
+    trust_remote_code: bool = False
+    """Allow code that comes with the model to run."""
+
+    def load(self, seed: int) -> Scorer:
+        """See `RewardModelConfig.load`."""
+        return load_text_scorer(
+            self.model,
+            getattr(torch, self.dtype),
+            head_seed=seed,
+            chat_template=self.chat_template,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def inspect(self) -> PolicySummary:
+        """Counts on the meta device, from the model's configuration alone."""
+        source = resolve_model(self.model, kind="transformers")
+        with loading(self.model):
+            config = AutoConfig.from_pretrained(source, trust_remote_code=self.trust_remote_code, num_labels=1)
+            with torch.device("meta"):
+                model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=self.trust_remote_code)
+        if self.lora is not None:
+            attach_lora(model.base_model, self.lora, LORA_TARGETS, seed=0)
+        return _summary(self, model, "text")
+
+
+class ImageTextRewardModelConfig(RewardModelConfig):
+    """A CLIP model as a policy: its score of an image is exp(logit_scale) times the cosine with the prompt."""
+
+    type: Literal["image_text_reward_model"] = "image_text_reward_model"
+    """Scores images."""
+
+    def load(self, seed: int) -> Scorer:
+        """See `RewardModelConfig.load`; there is no head to draw."""
+        return load_clip_scorer(self.model, getattr(torch, self.dtype))
+
+    def inspect(self) -> PolicySummary:
+        """Counts on the meta device, from the model's configuration alone."""
+        source = resolve_model(self.model, kind="transformers")
+        with loading(self.model), torch.device("meta"):
+            model = CLIPModel(CLIPConfig.from_pretrained(source))
+        if self.lora is not None:
+            attach_lora(model, self.lora, LORA_TARGETS, seed=0)
+        return _summary(self, model, "image")
+
+
+@dataclass
+class ScoreSegment(Segment):
+    """One decision per row: the score of a given sample. Nothing was rolled out: `rollout_log_probs` are NaN."""
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, ...]: what the model reads of each row
+    kind: str = "scores"
+
+
+class RewardModel(Policy):
+    """A scorer as a policy that takes given samples and has no others."""
+
+    offers: frozenset[Need] = frozenset({"log_prob"})
+
+    def __init__(self, name: str, scorer: Scorer, config: RewardModelConfig, device: torch.device, seed: int) -> None:
+        self.name = name
+        self.config = config
+        self.device = device
+        self.dtype = getattr(torch, config.dtype)
+        self.sample_kind = scorer.kind
+        if config.lora is not None:
+            scorer.adapt(config.lora, seed)
+        else:
+            scorer.requires_grad_(True)
+        self.scorer = scorer.to(device).eval()
+        if config.gradient_checkpointing:
+            checkpoint_layers(scorer.model)
+        self.weight_sets = WeightSets(self.trainable_modules())
+
+    def decisions(self) -> list[tuple[str, LogProbUnit]]:
+        """See `Policy.decisions`: one score per sample."""
+        return [("scores", "token")]
+
+    def rollout(self, requests: Sequence[Request], sampling: Any = None) -> NoReturn:
+        """Raises UserError: there is nothing to sample."""
+        raise UserError(
+            f"policy {self.name!r} is a reward model and samples nothing; use it in a stage whose algorithm learns "
+            "from records."
+        )
+
+    def encode(self, prompts: Sequence[Prompt], samples: Sequence[Sample], keys: Sequence[SampleKey]) -> Trajectory:
+        """See `Policy.encode`. Raises UserError for a text that is longer than the model reads."""
+        requests = [Request(prompt, prompt.index, key) for prompt, key in zip(prompts, keys, strict=True)]
+        exists = torch.ones(len(requests), 1, dtype=torch.bool)
+        segment = ScoreSegment(
+            agent=self.name,
+            group=torch.tensor([request.group for request in requests]),
+            rollout_log_probs=torch.full(exists.shape, torch.nan),
+            trained_mask=exists,
+            length_mask=exists,
+            context_mask=torch.zeros_like(exists),
+            log_prob_unit="token",
+            version=self.version,
+            ended=["complete"] * len(requests),
+            keys=list(keys),
+            inputs={name: value.detach().cpu() for name, value in self.scorer.inputs(prompts, samples).items()},
+        )
+        return Trajectory([segment], requests)
+
+    def as_likelihood(self, trajectory: Trajectory, settings: ForwardProcessSettings, round: int = 0) -> Trajectory:
+        """See `Policy.as_likelihood`: the trajectory itself, since the score stands for the log-likelihood."""
+        return trajectory
+
+    def replay(self, trajectory: Trajectory, cut: Cut, needs: frozenset[Need]) -> Replay:
+        """See `Policy.replay`: the "log-prob" [b, 1] float32 is the score."""
+        if not needs <= self.offers:
+            raise ValueError(f"a reward model offers {sorted(self.offers)}, not {sorted(needs - self.offers)}.")
+        segment = trajectory.segments[cut.segment]
+        assert isinstance(segment, ScoreSegment)
+        scores = self.scorer(**{name: values[cut.rows] for name, values in segment.inputs.items()})
+        return Replay(log_prob=scores[:, None])
+
+    def decode(self, trajectory: Trajectory, differentiable: bool = False) -> NoReturn:
+        """Raises ValueError: the samples were given."""
+        raise ValueError(f"policy {self.name!r} is a reward model and makes no samples to decode.")
+
+    def trainable_modules(self) -> dict[str, nn.Module]:
+        """See `Policy.trainable_modules`: the one module `model`."""
+        return {"model": self.scorer}
+
+    def export(self, folder: Path) -> None:
+        """See `Policy.export`: a folder for AutoModelForSequenceClassification or CLIPModel, and a `reward_model`."""
+        self.scorer.save(folder)
+
+
+def _summary(config: RewardModelConfig, model: nn.Module, kind: Literal["text", "image"]) -> PolicySummary:
+    parameters = list(model.parameters())
+    return PolicySummary(
+        model=f"{config.model} ({type(model).__name__})",
+        sample_kind=kind,
+        decisions=[("scores", "token")],
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        bytes_per_parameter=getattr(torch, config.dtype).itemsize,
+    )
