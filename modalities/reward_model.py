@@ -35,7 +35,8 @@ from modalities.forward_process import ForwardProcessSettings
 from modalities.lora import LoraSettings, attach_lora, require_float32_when_trained
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample
-from modalities.scorers import LORA_TARGETS, Scorer, load_clip_scorer, load_text_scorer
+from modalities.scorers import LORA_TARGETS, Scorer, ScorerInputs, load_clip_scorer, load_text_scorer
+from modalities.segments import ROWS, STEPS, no_mask, no_table, no_tokens
 from modalities.sources import loading, resolve_model
 from modalities.weights import WeightSets
 
@@ -126,9 +127,14 @@ class ImageTextRewardModelConfig(RewardModelConfig):
 
 @dataclass
 class ScoreSegment(Segment):
-    """One decision per row: the score of a given sample. Nothing was rolled out: `rollout_log_probs` are NaN."""
+    """One decision per row: the score of a given sample. Nothing was rolled out: `rollout_log_probs` are NaN.
 
-    inputs: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, ...]: what the model reads of each row
+    The text that the model reads is the prompt and the response, or the prompt of an image.
+    """
+
+    tokens: Tensor = field(default_factory=no_tokens, metadata=STEPS)  # [B, L] int64
+    token_mask: Tensor = field(default_factory=no_mask, metadata=STEPS)  # [B, L] bool
+    pixels: Tensor = field(default_factory=no_table, metadata=ROWS)  # [B, 3, h, w] float32, preprocessed; or [B, 0]
     kind: str = "scores"
 
 
@@ -178,7 +184,7 @@ class RewardModel(Policy):
             version=self.version,
             ended=["complete"] * len(requests),
             keys=list(keys),
-            inputs={name: value.detach().cpu() for name, value in self.scorer.inputs(prompts, samples).items()},
+            **{name: value.detach().cpu() for name, value in self.scorer.inputs(prompts, samples)._asdict().items()},
         )
         return Trajectory([segment], requests)
 
@@ -192,7 +198,8 @@ class RewardModel(Policy):
             raise ValueError(f"a reward model offers {sorted(self.offers)}, not {sorted(needs - self.offers)}.")
         segment = trajectory.segments[cut.segment]
         assert isinstance(segment, ScoreSegment)
-        scores = self.scorer(**{name: values[cut.rows] for name, values in segment.inputs.items()})
+        rows = cut.rows
+        scores = self.scorer(ScorerInputs(segment.tokens[rows], segment.token_mask[rows], segment.pixels[rows]))
         return Replay(log_prob=scores[:, None])
 
     def decode(self, trajectory: Trajectory, differentiable: bool = False) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +25,26 @@ from modalities.text import DEFAULT_LORA_TARGETS
 LORA_TARGETS = (*DEFAULT_LORA_TARGETS, "query", "key", "value")  # and those of BERT
 
 
+class ScorerInputs(NamedTuple):
+    """What a scorer reads of B samples."""
+
+    tokens: Tensor  # [B, L] int64: prompt and response, or the prompt of an image
+    token_mask: Tensor  # [B, L] bool, padding on the right
+    pixels: Tensor  # [B, 3, h, w] float32 as the model's processor makes them; [B, 0] for texts
+
+
 class Scorer(nn.Module):
     """A frozen or trainable model that scores samples; its dropout is off."""
 
     kind: Literal["text", "image"]
     model: PreTrainedModel
 
-    def inputs(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """What `forward` reads of B samples, [B, ...] by name, with the gradient to their pixels."""
+    def inputs(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> ScorerInputs:
+        """What `forward` reads of B samples, with the gradient to their pixels."""
         raise NotImplementedError
 
-    def forward(self, **inputs: Tensor) -> Tensor:
-        """[B] float32 scores of `inputs` or of some of their rows."""
+    def forward(self, inputs: ScorerInputs) -> Tensor:
+        """[B] float32 scores."""
         raise NotImplementedError
 
     def adapt(self, lora: LoraSettings, seed: int) -> None:
@@ -79,15 +87,12 @@ class TextScorer(Scorer):
         for head in heads(self.model).values():  # a float32 head on a trunk in another dtype
             head.register_forward_pre_hook(_in_own_dtype)
 
-    def inputs(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """tokens [B, L] int64, padded on the right, and mask [B, L] bool.
-
-        Raises UserError for a text that is longer than the model reads.
-        """
+    def inputs(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> ScorerInputs:
+        """See `Scorer.inputs`. Raises UserError for a text that is longer than the model reads."""
         rows = [self._tokens(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
-        tokens = pad_sequence(rows, batch_first=True, padding_value=self.tokenizer.pad_token_id)
+        tokens = pad_sequence(rows, batch_first=True)
         mask = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-        return {"tokens": tokens, "mask": mask}
+        return ScorerInputs(tokens, mask, torch.empty(len(rows), 0))
 
     def _tokens(self, prompt: Prompt, sample: Sample) -> Tensor:
         if not isinstance(sample, Text):
@@ -104,10 +109,11 @@ class TextScorer(Scorer):
             )
         return torch.tensor(tokens)
 
-    def forward(self, **inputs: Tensor) -> Tensor:
+    def forward(self, inputs: ScorerInputs) -> Tensor:
         """See `Scorer.forward`."""
-        width = int(inputs["mask"].sum(1).max())
-        tokens, mask = (inputs[name][:, :width].to(self.model.device) for name in ("tokens", "mask"))
+        width = int(inputs.token_mask.sum(1).max())
+        tokens, mask = (value[:, :width].to(self.model.device) for value in inputs[:2])
+        tokens = tokens.masked_fill(~mask, self.tokenizer.pad_token_id)  # by which the model finds the last token
         scores: Tensor = self.model(input_ids=tokens, attention_mask=mask.long()).logits[:, 0]
         return scores.float()
 
@@ -133,19 +139,19 @@ class ClipScorer(Scorer):
         self.model = clip.model
         self.clip = clip
 
-    def inputs(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """pixels [B, 3, h, w] float32 as the model's processor makes them, tokens [B, L] int64 and mask [B, L]."""
+    def inputs(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> ScorerInputs:
+        """See `Scorer.inputs`; prompts are cut at the model's length."""
         images = [sample for sample in samples if isinstance(sample, Image)]
         if len(images) != len(prompts):
             raise TypeError(f"a reward model of images was given {len(images)} images for {len(prompts)} prompts.")
         tokens, mask = self.clip.tokenize([prompt.text for prompt in prompts])
         pixels = torch.stack([self.clip.preprocessing(image.unit()) for image in images])
-        return {"pixels": pixels, "tokens": tokens, "mask": mask}
+        return ScorerInputs(tokens, mask.bool(), pixels)
 
-    def forward(self, **inputs: Tensor) -> Tensor:
+    def forward(self, inputs: ScorerInputs) -> Tensor:
         """See `Scorer.forward`."""
-        text_BD = self.clip.text_features(inputs["tokens"], inputs["mask"])
-        image_BD = self.clip.image_features(inputs["pixels"])
+        text_BD = self.clip.text_features(inputs.tokens, inputs.token_mask.long())
+        image_BD = self.clip.image_features(inputs.pixels)
         scale = self.clip.model.logit_scale.float().exp()
         scores: Tensor = scale * (image_BD * text_BD).sum(-1)
         return scores

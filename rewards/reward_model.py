@@ -61,5 +61,5 @@ class ModelReward(Reward):
 
     def score(self, samples: Sequence[Any], prompts: Sequence[Prompt]) -> Tensor:
         """[B] float32."""
-        scores: Tensor = self._scorer(**self._scorer.inputs(prompts, samples))
+        scores: Tensor = self._scorer(self._scorer.inputs(prompts, samples))
         return scores

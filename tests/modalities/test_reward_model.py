@@ -28,6 +28,7 @@ from modalities.forward_process import ForwardProcessSettings
 from modalities.randomness import SampleKey
 from modalities.reward_model import ImageTextRewardModelConfig, RewardModel, TextRewardModelConfig
 from modalities.samples import Image, Prompt, Sample, Text
+from modalities.trajectories import concatenate, select
 
 PROMPTS = [Prompt("a b c", 0), Prompt("a b c", 0), Prompt("d", 1), Prompt("e f", 2)]
 TEXTS = [Text("g h i j", 5, True), Text("k", 1, False), Text("", 1, True), Text("l m a b c d", 7, True)]
@@ -139,6 +140,19 @@ def test_the_score_is_the_heads_at_the_last_token_whatever_else_is_in_the_batch(
         torch.testing.assert_close(score(policy, PROMPTS, TEXTS, budget).detach(), scores, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "clip"])
+def test_rows_of_several_batches_score_together_as_they_did(name, folder_of) -> None:
+    policy = image_model(folder_of(name)) if name == "clip" else text_model(folder_of(name))
+    prompts, samples = (IMAGE_PROMPTS, pictures()) if name == "clip" else (PROMPTS, TEXTS)
+    keys = [SampleKey(0, 0, 0, 0, row) for row in range(4)]
+    parts = [policy.encode(prompts[s], samples[s], keys[s]) for s in (slice(0, 1), slice(1, 2), slice(2, 4))]
+    order = torch.tensor([3, 0, 2, 1])
+    joined = select(concatenate(parts), order)
+    (cut,) = policy.plan(joined, torch.arange(4), 9)
+    found = policy.replay(joined, cut, NEEDS).of("log_prob")[:, 0]
+    torch.testing.assert_close(found, score(policy, prompts, samples)[order], rtol=1e-4, atol=1e-4)
+
+
 def test_prompt_and_response_are_read_through_the_chat_template(folder_of, tmp_path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder_of("llama"))
     tokenizer = word_tokenizer(False)
@@ -152,8 +166,8 @@ def test_prompt_and_response_are_read_through_the_chat_template(folder_of, tmp_p
     prompts, texts = [Prompt("c d", 0)], [Text("e f", 0, True)]
     expected = tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=True)["input_ids"]
     with_template, without = text_model(tmp_path), text_model(tmp_path, chat_template=False)
-    assert with_template.scorer.inputs(prompts, texts)["tokens"][0].tolist() == expected
-    assert without.scorer.inputs(prompts, texts)["tokens"][0].tolist() == tokenizer("c d e f <eos>").input_ids
+    assert with_template.scorer.inputs(prompts, texts).tokens[0].tolist() == expected
+    assert without.scorer.inputs(prompts, texts).tokens[0].tolist() == tokenizer("c d e f <eos>").input_ids
     for policy, is_there in ((with_template, True), (without, False)):
         policy.export(tmp_path / str(is_there))
         exported = AutoTokenizer.from_pretrained(tmp_path / str(is_there))
@@ -179,7 +193,8 @@ def test_exported_texts_are_scored_alike_by_plain_transformers(name, lora, folde
         adapted = PeftModel.from_pretrained(base, tmp_path / "judge" / "adapter").eval()
         inputs = policy.scorer.inputs(PROMPTS, TEXTS)
         with torch.no_grad():
-            logits = adapted(input_ids=inputs["tokens"], attention_mask=inputs["mask"].long()).logits[:, 0]
+            tokens = inputs.tokens.masked_fill(~inputs.token_mask, base.config.pad_token_id)
+            logits = adapted(input_ids=tokens, attention_mask=inputs.token_mask.long()).logits[:, 0]
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
