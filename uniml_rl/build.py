@@ -29,6 +29,8 @@ POLICIES = {
     "video": "modalities.video.config:VideoPolicyConfig",
     "audio": "modalities.audio:AudioPolicyConfig",
     "chain": "modalities.chain:ChainPolicyConfig",
+    "text_reward_model": "modalities.reward_model:TextRewardModelConfig",
+    "image_text_reward_model": "modalities.reward_model:ImageTextRewardModelConfig",
 }
 PROMPTS = {
     "file": "uniml_rl.data.prompts:FilePromptsConfig",
@@ -52,6 +54,7 @@ REWARDS = {
     "mean_colour": "rewards.image:MeanColourConfig",
     "clip_score": "rewards.clip:ClipScoreConfig",
     "image_text_scorer": "rewards.clip:ImageTextScorerConfig",
+    "reward_model": "rewards.reward_model:ModelRewardConfig",
     "frame_smoothness": "rewards.video:FrameSmoothnessConfig",
     "per_frame": "rewards.video:PerFrameConfig",
     "rms_level": "rewards.audio:RmsLevelConfig",
