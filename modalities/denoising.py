@@ -45,7 +45,9 @@ class DenoisingPolicy(DenoisingModel):
         return self._generate(list(requests), sampling or self.sampling, clean=None)
 
     @torch.no_grad()
-    def rollout_with_gradient(self, requests: Sequence[Request], last_steps: int, sampling: Any = None) -> Trajectory:
+    def rollout_with_gradient(
+        self, requests: Sequence[Request], last_steps: int, sampling: Any = None, early_clean: bool = False
+    ) -> Trajectory:
         """See `Policy.rollout_with_gradient`; UserError if there are not so many steps.
 
         The final latents stay float32, and rounding to the storage dtype passes the gradient on as it is. With
@@ -54,7 +56,7 @@ class DenoisingPolicy(DenoisingModel):
         sampling = sampling or self.sampling
         if not 1 <= last_steps <= sampling.steps:
             raise UserError(f"last_steps: {last_steps} must lie between 1 and the {sampling.steps} sampling steps.")
-        return self._generate(list(requests), sampling, clean=None, last_steps=last_steps)
+        return self._generate(list(requests), sampling, clean=None, last_steps=last_steps, early_clean=early_clean)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt], samples: Sequence[Sample], keys: Sequence[Any]) -> Trajectory:
@@ -79,9 +81,16 @@ class DenoisingPolicy(DenoisingModel):
         return Trajectory([forward_segment(segment, self.process, settings, round)], trajectory.requests)
 
     def _generate(
-        self, requests: list[Request], sampling: DenoisingSampling, clean: Tensor | None, last_steps: int = 0
+        self,
+        requests: list[Request],
+        sampling: DenoisingSampling,
+        clean: Tensor | None,
+        last_steps: int = 0,
+        early_clean: bool = False,
     ) -> Trajectory:
-        schedule = self.schedule(sampling)
+        if sampling.window and sampling.window.moving and len({request.key.iteration for request in requests}) > 1:
+            raise ValueError("with a window that moves, all samples of a rollout must belong to the same iteration.")
+        schedule = self.schedule(sampling, requests[0].key)
         is_guided = bool((schedule.guidance_scale != 1).any())
         positives = [request.prompt.text for request in requests]
         negatives = [
@@ -91,13 +100,16 @@ class DenoisingPolicy(DenoisingModel):
         texts = list(dict.fromkeys(positives + negatives if is_guided else positives))
         position = {text: index for index, text in enumerate(texts)}
         num_rows, num_steps = len(requests), len(schedule.std)
-        trained = (schedule.std > 0).expand(num_rows, -1).clone()
+        exists = torch.ones(num_rows, num_steps, dtype=torch.bool)
+        if early_clean:
+            exists[:, num_steps - last_steps :] = False
+        trained = exists & (schedule.std > 0)
         segment = DenoisingSegment(
             agent=self.name,
             group=torch.tensor([request.group for request in requests]),
             rollout_log_probs=torch.zeros(num_rows, num_steps),
             trained_mask=trained,
-            length_mask=torch.ones_like(trained),
+            length_mask=exists,
             context_mask=torch.zeros_like(trained),
             log_prob_unit=sampling.log_prob_unit,
             version=self.version,
@@ -112,7 +124,7 @@ class DenoisingPolicy(DenoisingModel):
             negative_index=torch.tensor([position[text] if is_guided else -1 for text in negatives]),
         )
         parts = [
-            self._denoise_rows(segment, rows, sampling, None if clean is None else clean[rows], last_steps)
+            self._denoise_rows(segment, rows, sampling, None if clean is None else clean[rows], last_steps, early_clean)
             for rows in torch.arange(num_rows).split(self.settings.sampling_rows)
         ]
         segment.states = {step: torch.cat([states[step] for states, _ in parts]) for step in parts[0][0]}
@@ -132,6 +144,7 @@ class DenoisingPolicy(DenoisingModel):
         sampling: DenoisingSampling,
         clean: Tensor | None,
         last_steps: int,
+        early_clean: bool,
     ) -> tuple[dict[int, Tensor], Tensor]:
         """Runs the transitions of some rows, fills their log-probs, and returns the states to keep and the last one."""
         keys = [segment.keys[row] for row in rows]
@@ -151,6 +164,9 @@ class DenoisingPolicy(DenoisingModel):
                 else:
                     prediction = self.process.oracle(x, clean.to(self.device), time)
                     transition = self.process.step(segment.sampler, x, prediction, time, next_time, std)
+                if early_clean and step == segment.num_steps - last_steps:
+                    x = self._round(self.process.clean(x, transition.prediction, time))
+                    break
                 following = transition.mean
                 if stochastic:
                     following = following + expand(std, following) * _noise(generators, shape).to(self.device)

@@ -17,8 +17,9 @@ from modalities.base import Policy
 from modalities.denoising_settings import DenoisingSampling, DenoisingSettings
 from modalities.guidance import Condition, guided_prediction, mean_over_positions, outputs_of
 from modalities.lora import LoraSettings, attach_lora
-from modalities.noise_process import NoiseProcess, Schedule, Transition
+from modalities.noise_process import FIRST_ITERATION, NoiseProcess, Schedule, Transition
 from modalities.pipeline_folder import export_pipeline, load_pipeline
+from modalities.randomness import SampleKey
 from modalities.samples import Sample
 from modalities.weights import WeightSets
 
@@ -125,14 +126,21 @@ class DenoisingModel(Policy):
     # The schedule
 
     @classmethod
-    def schedule_of(cls, sampling: DenoisingSampling, process: NoiseProcess, denoiser: Any, vae: Any) -> Schedule:
+    def schedule_of(
+        cls,
+        sampling: DenoisingSampling,
+        process: NoiseProcess,
+        denoiser: Any,
+        vae: Any,
+        key: SampleKey = FIRST_ITERATION,
+    ) -> Schedule:
         """The table of `sampling`, from configurations; UserError if its sampler, window or size does not fit."""
         shape = cls.latent_shape_of(sampling, denoiser, vae)
-        return process.schedule(sampling, cls.sequence_length(shape, denoiser))
+        return process.schedule(sampling, cls.sequence_length(shape, denoiser), key)
 
-    def schedule(self, sampling: DenoisingSampling) -> Schedule:
-        """The table of `sampling` for this model; UserError if it does not fit."""
-        return self.schedule_of(sampling, self.process, self.denoiser.config, self.vae.config)
+    def schedule(self, sampling: DenoisingSampling, key: SampleKey = FIRST_ITERATION) -> Schedule:
+        """The table of `sampling` for this model in the iteration of `key`; UserError if it does not fit."""
+        return self.schedule_of(sampling, self.process, self.denoiser.config, self.vae.config, key)
 
     def latent_shape(self, sampling: DenoisingSampling) -> tuple[int, ...]:
         """Shape of one sample's latent."""

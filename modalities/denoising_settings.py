@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import torch
 from pydantic import Field, model_validator
 from torch import nn
 
@@ -13,6 +14,7 @@ from modalities.base import PolicyConfig, PolicySummary
 from modalities.errors import UserError
 from modalities.lora import LoraSettings, require_float32_when_trained
 from modalities.pipeline_folder import component_config, empty_components, pipeline_class, pipeline_folder
+from modalities.randomness import SampleKey, seeded_generator
 from modalities.samples import Prompt
 from modalities.settings import Settings
 
@@ -68,6 +70,43 @@ class Ode(Settings):
 Sampler = Annotated[FlowSde | DanceSde | Cps | Ddim | Ode, Field(discriminator="type")]
 
 
+class MovingWindow(Settings):
+    """A window that moves down the schedule in the course of training (MixGRPO, Li et al. 2025).
+
+    Its place is a function of the run's seed and the iteration, so a resumed run finds it where it was. It is always
+    whole: the last place ends at the last stochastic transition, where the published code lets the window run out.
+    The paper's exponentially decaying interval is left out.
+    """
+
+    size: int = Field(default=4, ge=1)
+    """Transitions in it."""
+    stride: int = Field(default=1, ge=1)
+    """Transitions that it moves by."""
+    every: int = Field(default=25, ge=1)
+    """Iterations that it stays in one place."""
+    strategy: Literal["progressive", "random"] = "progressive"
+    """`progressive` moves from noise to sample; `random` draws each place anew and reads no `stride`."""
+    at_end: Literal["wrap", "stay"] = "wrap"
+    """After the last place of `progressive`: from the start again, as the published runs do, or stay there."""
+
+    def steps_at(self, key: SampleKey, stochastic: Sequence[int]) -> tuple[int, int]:
+        """First and last step in the iteration of `key`, of the steps that draw noise at all; UserError if too few."""
+        last = len(stochastic) - self.size
+        if last < 0:
+            raise UserError(
+                f"sampling.window.moving.size: {self.size} transitions, but only {len(stochastic)} of the schedule are "
+                "stochastic; take a smaller window, more steps or another sampler."
+            )
+        moves = key.iteration // self.every
+        if self.strategy == "random":
+            generator = seeded_generator(key.run_seed, key.stage, moves)
+            place = int(torch.randint(last + 1, (1,), generator=generator))
+        else:
+            places = [*range(0, last, self.stride), last]
+            place = places[moves % len(places) if self.at_end == "wrap" else min(moves, len(places) - 1)]
+        return stochastic[place], stochastic[place + self.size - 1]
+
+
 class Window(Settings):
     """The transitions that are stochastic and trained (MixGRPO, Li et al. 2025); the others are deterministic."""
 
@@ -75,11 +114,13 @@ class Window(Settings):
     """First and last step, counted from 0, both included."""
     noise_levels: tuple[float, float] | None = None
     """Lowest and highest noise level where a transition may start: sigma, or sqrt(1 - alpha) of a diffusion model."""
+    moving: MovingWindow | None = None
+    """Steps that change with the iteration; all samples of an iteration have the same."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Window:
-        if (self.steps is None) == (self.noise_levels is None):
-            raise ValueError("give exactly one of `steps` and `noise_levels`.")
+        if sum(form is not None for form in (self.steps, self.noise_levels, self.moving)) != 1:
+            raise ValueError("give exactly one of `steps`, `noise_levels` and `moving`.")
         low, high = self.steps if self.steps is not None else self.noise_levels or (0, 0)
         if not 0 <= low <= high:
             raise ValueError(f"({low}, {high}) must be ordered and not negative.")

@@ -16,7 +16,10 @@ from modalities import samplers
 from modalities.base import LogProbUnit
 from modalities.denoising_settings import Cps, DanceSde, Ddim, DenoisingSampling, FlowSde, Sampler, Window
 from modalities.errors import UserError
+from modalities.randomness import SampleKey
 from modalities.samplers import expand
+
+FIRST_ITERATION = SampleKey(run_seed=0, stage=0, iteration=0, prompt=0, sample=0)
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,8 @@ class NoiseProcess(ABC):
         predicted = expand(on_prediction, x) * prediction
         return Transition(sampler, expand(on_x, x) * x.float(), predicted, std, prediction)
 
-    def schedule(self, sampling: DenoisingSampling, sequence_length: int) -> Schedule:
-        """The table of `sampling`; UserError if its sampler, steps or window do not fit the process."""
+    def schedule(self, sampling: DenoisingSampling, sequence_length: int, key: SampleKey = FIRST_ITERATION) -> Schedule:
+        """The table of `sampling` in the iteration of `key`; UserError if its sampler, steps or window do not fit."""
         sampler = sampling.sampler or self.default_sampler
         if sampler.type not in self.sampler_types:
             raise UserError(
@@ -126,17 +129,18 @@ class NoiseProcess(ABC):
         times = self.times(sampling, sequence_length)
         std = self.std(times, sampler)
         if sampling.window is not None:
-            std = self._within(sampling.window, times, std)
+            std = self._within(sampling.window, times, std, key)
         share = torch.arange(len(std)) / len(std)
         start, end = sampling.guidance_interval
         scale = torch.where((share >= start) & (share < end), sampling.guidance_scale, 1.0)
         unnormalised = isinstance(sampler, Cps) and sampler.log_prob == "unnormalised"
         return Schedule("cps_unnormalised" if unnormalised else sampler.type, times, std, scale)
 
-    def _within(self, window: Window, times: Tensor, std: Tensor) -> Tensor:
+    def _within(self, window: Window, times: Tensor, std: Tensor, key: SampleKey) -> Tensor:
         levels = self.noise_levels(times[:-1])
-        low, high = window.steps or window.noise_levels or (0, 0)
-        place = torch.arange(len(std)) if window.steps else levels
+        steps = window.moving.steps_at(key, std.nonzero().flatten().tolist()) if window.moving else window.steps
+        low, high = steps or window.noise_levels or (0, 0)
+        place = torch.arange(len(std)) if steps else levels
         inside = torch.where((place >= low) & (place <= high), std, 0.0)
         if not inside.any():
             stochastic = [(step, round(levels[step].item(), 4)) for step in range(len(std)) if std[step] > 0]

@@ -250,6 +250,22 @@ def test_only_the_window_is_stochastic_trained_and_kept(make: Make) -> None:
         policy.replay(trajectory, Cut(0, torch.arange(3), slice(0, 1)), LOG_PROB)
 
 
+def test_a_moving_window_is_that_of_the_iteration(make: Make) -> None:
+    """The same samples as with the fixed window that it stands for; requests of several iterations have none."""
+    policy = make({"window": {"moving": {"size": 1, "every": 2}}})
+    rows = requests(2)
+    assert {row.key.iteration for row in rows} == {3}
+    found = segment_of(policy.rollout(rows))
+    fixed = segment_of(make({"window": {"steps": [1, 1]}}).rollout(rows))
+    assert torch.equal(found.std, fixed.std)
+    assert torch.equal(found.final_latents, fixed.final_latents)
+    assert found.trained_mask[0].nonzero().flatten().tolist() == [1]
+    later = replace(rows[0], key=replace(rows[0].key, iteration=4))
+    assert set(segment_of(policy.rollout([later])).trained_mask[0].nonzero().flatten().tolist()) != {1}
+    with pytest.raises(ValueError, match="same iteration"):
+        policy.rollout([*rows, later])
+
+
 def test_plan_covers_each_trained_decision_of_its_roots_once(make: Make) -> None:
     policy = make()
     trajectory = policy.rollout(requests(5))

@@ -10,7 +10,7 @@ from denoising_helpers import image_policy, perturb, requests, segment_of, video
 from diffusers import DDIMScheduler
 from torch import Tensor
 
-from modalities.base import Request
+from modalities.base import Cut, Request
 from modalities.denoising import DenoisingPolicy
 from modalities.errors import UserError
 
@@ -152,6 +152,23 @@ def test_the_graph_is_small_when_transitions_are_computed_again(make: Make) -> N
         return sum(sizes)
 
     assert saved_elements(True) < 0.1 * saved_elements(False)
+
+
+def test_early_latents_are_what_one_prediction_implies(make: Make) -> None:
+    """ReFL stops on the way and takes the clean latents of the step's own prediction; later steps are not made."""
+    policy = make(PLAIN)
+    rows = requests(2)
+    plain = policy.rollout(rows)
+    early = policy.rollout_with_gradient(rows, last_steps=2, early_clean=True)
+    segment = segment_of(early)
+    cut = Cut(0, torch.arange(2), slice(1, 2))
+    expected = policy.replay(plain, cut, frozenset({"clean_prediction"})).of("clean_prediction")[:, 0]
+    torch.testing.assert_close(segment.final_latents, expected)
+    weight = gradient(policy, score(expected))
+    torch.testing.assert_close(gradient(policy, score(segment.final_latents)), weight, rtol=1e-4, atol=1e-8)
+    for mask in (segment.length_mask, segment.trained_mask):
+        assert mask.tolist() == [[True, False, False]] * 2
+    assert all((cut.steps.start, len(cut.rows)) == (0, 2) for cut in policy.plan(early, torch.arange(2), 2))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

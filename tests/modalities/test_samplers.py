@@ -1,6 +1,7 @@
 """Kernels, schedules and log-probs against closed forms, torch.distributions and diffusers' own schedulers."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modalities import samplers
-from modalities.denoising_settings import Cps, DanceSde, Ddim, DenoisingSampling, FlowSde, Ode, Sampler, Window
+from modalities.denoising_settings import (
+    Cps,
+    DanceSde,
+    Ddim,
+    DenoisingSampling,
+    FlowSde,
+    MovingWindow,
+    Ode,
+    Sampler,
+    Window,
+)
 from modalities.errors import UserError
 from modalities.noise_process import DiffusionProcess, FlowProcess, NoiseProcess
+from modalities.randomness import SampleKey
 
 PREDICTION_TYPES = ["epsilon", "v_prediction", "sample"]
 SHAPES = [(4, 3), (2, 4, 8), (2, 4, 5, 5), (2, 3, 2, 4, 4)]  # packed, image and video latents among them
@@ -252,6 +264,39 @@ def test_window_leaves_only_its_transitions_stochastic() -> None:
     assert (by_level.std > 0).nonzero().flatten().tolist() == [3, 4, 5, 6]
 
 
+def windows(process: NoiseProcess, iterations: int, seed: int = 0, steps: int = 10, **moving: Any) -> list[list[int]]:
+    """The stochastic transitions of each iteration."""
+    sampling = DenoisingSampling(steps=steps, window=Window(moving=MovingWindow(**moving)))
+    keys = [SampleKey(seed, 0, iteration, 0, 0) for iteration in range(iterations)]
+    return [process.schedule(sampling, 0, key).std.nonzero().flatten().tolist() for key in keys]
+
+
+@pytest.mark.parametrize("process", PROCESSES[:2])
+@pytest.mark.parametrize("at_end", ["wrap", "stay"])
+def test_a_moving_window_goes_down_the_schedule(process: NoiseProcess, at_end: str) -> None:
+    """MixGRPO's: `every` iterations in a place, then `stride` transitions on; a flow's last transition has no noise."""
+    found = windows(process, 12, size=3, stride=2, every=2, at_end=at_end)
+    top = int(process.schedule(DenoisingSampling(steps=10), 0).std.nonzero().max())
+    starts = {8: [0, 2, 4, 6], 9: [0, 2, 4, 6, 7]}[top]  # the last place ends at the last stochastic transition
+    starts += [0, 2] if at_end == "wrap" else [starts[-1]] * 2
+    assert found == [[start, start + 1, start + 2] for start in starts[:6] for _ in range(2)]
+
+
+def test_a_random_window_depends_on_the_seed_and_the_iteration_alone() -> None:
+    process = FlowProcess({})
+    found = windows(process, 90, size=2, every=3, strategy="random")
+    assert found == windows(process, 90, size=2, every=3, strategy="random")
+    assert all(found[at] == found[at + 1] == found[at + 2] for at in range(0, 90, 3))
+    assert {tuple(window) for window in found} == {(start, start + 1) for start in range(8)}
+    assert found != windows(process, 90, seed=1, size=2, every=3, strategy="random")
+
+
+def test_a_moving_window_can_be_all_there_is() -> None:
+    assert windows(FlowProcess({}), 3, size=9, every=1) == [list(range(9))] * 3
+    with pytest.raises(UserError, match=r"moving\.size: 10 transitions, but only 9"):
+        windows(FlowProcess({}), 1, size=10)
+
+
 @pytest.mark.parametrize(
     ("process", "changes", "message"),
     [
@@ -273,6 +318,8 @@ def test_sampling_that_does_not_fit_is_explained(process: NoiseProcess, changes:
     [
         {"window": {"steps": [1, 2], "noise_levels": [0, 1]}},
         {"window": {}},
+        {"window": {"steps": [1, 2], "moving": {}}},
+        {"window": {"moving": {"size": 0}}},
         {"window": {"steps": [3, 2]}},
         {"guidance_interval": [0.5, 0.5]},
         {"guidance_scale": 0.5},
