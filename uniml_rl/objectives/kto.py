@@ -47,7 +47,7 @@ class KTOObjective(LikelihoodObjective):
             over, _ = group_advantages(result.total, result.valid, part.groups, scale="none", epsilon=0.0)
         else:
             over = torch.where(result.valid, result.total, torch.nan) - above
-        part.advantages = torch.where(over > 0, 1.0, -1.0).unsqueeze(1).expand(part.mask.shape)
+        part.advantages = torch.where(over > 0, 1.0, -1.0).unsqueeze(1)
         part.drift = self._drift(policy, trajectory, part.mask, cuts, engine)
         metrics.share("kto/desirable_share", over[result.valid] > 0)
         metrics.mean("kto/drift", part.drift.reshape(1))
@@ -72,7 +72,7 @@ class KTOObjective(LikelihoodObjective):
         device = log_probs.device
         mask, reference = (cut.take(x).to(device) for x in (experience.mask, experience.reference_log_probs))
         ratios = self.scores(trajectory.segments[0], log_probs - reference, mask)
-        desirable = (cut.take(experience.advantages)[:, 0] > 0).to(device)
+        desirable = (experience.advantages[cut.rows, 0] > 0).to(device)
         settings = self.settings
         terms = kto_loss(
             ratios,

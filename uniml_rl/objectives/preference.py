@@ -76,7 +76,7 @@ class PreferenceObjective(LikelihoodObjective):
         part = experience.segments[0]
         order = torch.where(result.valid, result.total, 0.0)
         mean = torch.zeros(int(part.groups.max()) + 1 if len(order) else 0).index_add_(0, part.groups, order / 2)
-        part.advantages = (order - mean[part.groups]).sign().unsqueeze(1).expand(part.mask.shape)
+        part.advantages = (order - mean[part.groups]).sign().unsqueeze(1)
         return experience
 
     def minibatch(self, experience: Experience, roots: Tensor, engine: Engine) -> Minibatch:
@@ -93,7 +93,7 @@ class PreferenceObjective(LikelihoodObjective):
         mask = cut.take(experience.mask).to(device)
         per_decision = isinstance(self.settings.loss, SquareLoss) and self.settings.loss.per_decision
         scores = self.scores(segment, log_probs, mask, per_decision)
-        chosen = cut.take(experience.advantages)[:, 0] > 0
+        chosen = experience.advantages[cut.rows, 0] > 0
         groups = experience.groups[cut.rows]
         first, second = (rows.nonzero().flatten() for rows in (chosen, ~chosen))
         first, second = first[groups[first].argsort()], second[groups[second].argsort()]
