@@ -31,11 +31,12 @@ class ForwardProcessSettings(Settings):
     `logit_normal` takes the logistic function of a standard normal as share of the way to pure noise (Esser et al.
     2024, without their shift); `sampling_grid` takes the times that the sampler visits, its clean end left out. One
     sample's draws are spread evenly over the distribution, and each of them alone follows it (Kingma et al. 2021)."""
-    weighting: Literal["uniform", "noise", "clean"] = "uniform"
+    weighting: Literal["uniform", "noise", "clean", "level"] = "uniform"
     """Whose squared error the log-prob is: that of the model's own output (`uniform`, w = 1: flow matching, AWM,
     Diffusion-DPO with epsilon), of the noise that it implies (`noise`: w = (1 - sigma)^2 for flow models; 1 for
     epsilon, alpha for v, alpha / (1 - alpha) for x0), or of the clean latent that it implies (`clean`: sigma^2 for
-    flow models; (1 - alpha) / alpha, 1 - alpha and 1)."""
+    flow models; (1 - alpha) / alpha, 1 - alpha and 1). `level` is the model's own, times the noise level: sigma, or
+    sqrt(1 - alpha) of a diffusion model (AWM's setting)."""
     shared_in_group: bool = False
     """The same times and noise for all samples of a group, so that a pair's difference is not that of its noise."""
 
@@ -95,6 +96,8 @@ def _weights(weighting: str, process: NoiseProcess, times: Tensor) -> Tensor:
     one, zero = torch.ones_like(times), torch.zeros_like(times)
     if weighting == "uniform":
         return one
+    if weighting == "level":
+        return process.noise_levels(times)
     factor = process.clean(zero, one, times)  # of the clean latent
     if weighting == "noise":
         factor = factor * process.noised(one, zero, times) / process.noised(zero, one, times)

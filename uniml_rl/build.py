@@ -68,6 +68,7 @@ OBJECTIVES = {
     "preference": "uniml_rl.objectives.preference:PreferenceObjective",
     "kto": "uniml_rl.objectives.kto:KTOObjective",
     "reward_gradient": "uniml_rl.objectives.reward_gradient:RewardGradientObjective",
+    "forward_process": "uniml_rl.objectives.forward_process:ForwardProcessObjective",
 }
 
 TOTAL = "total"

@@ -64,6 +64,24 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": {"mode": "token_mean"},
         "minibatches": 2,
     },
+    # Zheng et al. 2025 (DiffusionNFT): docs/algorithms/diffusion_nft.md
+    "diffusion_nft": {
+        "objective": "forward_process",
+        "loss": {"type": "nft", "beta": 1.0, "advantage_limit": 5.0, "self_normalised": True},
+        "advantage": {"type": "group", "scale": "batch_std", "epsilon": 1e-4},
+        "forward": {"draws": 9, "times": "sampling_grid", "weighting": "clean"},
+        "old": {"delay": 0, "slope": 0.001, "limit": 0.5},
+        "kl": {"coefficient": 1e-4, "estimator": "prediction_mse", "placement": "loss"},
+    },
+    # Xue et al. 2025 (Advantage weighted matching): docs/algorithms/awm.md
+    "awm": {
+        "objective": "forward_process",
+        "loss": {"type": "awm", "power": 0.25},
+        "advantage": {"type": "group", "scale": "batch_std", "epsilon": 1e-4, "clip": 5.0},
+        "forward": {"draws": 6, "times": "sampling_grid", "weighting": "level"},
+        "old": {"delay": 0, "slope": 0.001, "limit": 0.3, "pull": 5.0},
+        "kl": {"coefficient": 0.015, "estimator": "prediction_mse", "placement": "loss"},
+    },
 }
 
 

@@ -61,6 +61,13 @@ METRICS: dict[str, Metric] = {
         "denoising objective that penalises it, the mean squared difference of the predictions.",
     ),
     "kl/coefficient": Metric("1", "last", "Factor of the KL term in the loss or the reward."),
+    "kl/old": Metric(
+        "1", "mean", "Mean squared difference of the predictions from those of the old policy, over trained draws."
+    ),
+    "policy/old_decay": Metric("1", "last", "Share of itself that the old policy keeps at the iteration's end."),
+    "forward/log_prob": Metric(
+        "1", "mean", "−w(t) × mean squared error of the denoiser on its own noised samples, over trained draws."
+    ),
     "policy/entropy": Metric(
         "nats per decision", "mean", "Entropy of the distribution of each trained decision at the sampling temperature."
     ),
