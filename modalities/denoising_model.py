@@ -117,7 +117,7 @@ class DenoisingModel(Policy):
 
     @abstractmethod
     def latents_from_samples(self, samples: Sequence[Sample]) -> Tensor:
-        """VAE encoding, the mean of its posterior: [b, ...] float32."""
+        """VAE encoding, the mean of its posterior: [b, ...] float32; samples take the policy's size (`cover`)."""
 
     @abstractmethod
     def samples_from_pixels(self, pixels: Tensor, differentiable: bool) -> list[Sample]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,16 @@ def _as_uint8(pixels: Tensor) -> Tensor:
 
 def _as_unit(pixels: Tensor) -> Tensor:
     return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels.float()
+
+
+def cover(pixels: Tensor, height: int, width: int) -> Tensor:
+    """[N, 3, H, W] in [0, 1] -> [N, 3, height, width]: scaled (antialiased) to cover it, and cropped at the centre."""
+    scale = max(height / pixels.shape[-2], width / pixels.shape[-1])
+    size = [max(round(pixels.shape[-2] * scale), height), max(round(pixels.shape[-1] * scale), width)]
+    if size != list(pixels.shape[-2:]):
+        pixels = interpolate(pixels, size=size, mode="bilinear", antialias=True).clamp(0, 1)
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    return pixels[..., top : top + height, left : left + width]
 
 
 @dataclass(frozen=True)

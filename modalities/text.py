@@ -239,15 +239,24 @@ class TextPolicy(Policy):
         end = self.tokenizer.eos_token_id
         end = end if end in self.eos_token_ids else self.eos_token_ids[0]
         texts = [sample for sample in samples if isinstance(sample, Text)]
+        if len(texts) != len(samples):
+            raise ValueError("a text policy encodes texts only.")
+        prompts_as_tokens = [self.tokenize(prompt) for prompt in prompts]
         responses = []
-        for text in texts:
+        for text, prompt, own in zip(texts, prompts, prompts_as_tokens, strict=True):
             ids = list(self.tokenizer(text.text, add_special_tokens=False).input_ids)
             responses.append(torch.tensor([*ids, end] if text.finished else ids, dtype=torch.long))
             if not len(responses[-1]):
                 raise ValueError("an empty text that was not finished holds no decision to encode.")
+            length, most = len(own) + len(responses[-1]), self.reader.max_positions
+            if most is not None and length > most:
+                raise UserError(
+                    f"prompt {prompt.index} ({prompt.text[:40]!r}...) and its given text have {length} tokens, more "
+                    f"than the model's {most} positions. Shorten or drop the record."
+                )
         tokens = nn.utils.rnn.pad_sequence(responses, batch_first=True)
         exists = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in responses])[:, None]
-        sequences, prompt_index = distinct([self.tokenize(prompt) for prompt in prompts])
+        sequences, prompt_index = distinct(prompts_as_tokens)
         prompt_tokens, prompt_mask = left_pad(sequences)
         segment = TokenSegment(
             agent=self.name,

@@ -11,7 +11,7 @@ from torch import Tensor
 from modalities.denoising import DenoisingPolicy
 from modalities.denoising_settings import DenoisingSampling
 from modalities.errors import UserError
-from modalities.samples import Image, Sample
+from modalities.samples import Image, Sample, cover
 
 
 class LatentImagePolicy(DenoisingPolicy):
@@ -49,7 +49,9 @@ class LatentImagePolicy(DenoisingPolicy):
         images = [sample for sample in samples if isinstance(sample, Image)]
         if len(images) != len(samples):
             raise ValueError("an image policy encodes images only.")
-        pixels = torch.stack([image.unit() for image in images]).to(self.device) * 2 - 1
+        factor = 2 ** (len(self.vae.config.block_out_channels) - 1)
+        height, width = (size * factor for size in self.latent_shape(self.sampling)[1:])
+        pixels = torch.cat([cover(image.unit()[None], height, width) for image in images]).to(self.device) * 2 - 1
         latents: Tensor = self.vae.encode(pixels).latent_dist.mode()
         return (latents - (self.vae.config.shift_factor or 0.0)) * self.vae.config.scaling_factor
 

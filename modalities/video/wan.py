@@ -14,7 +14,7 @@ from modalities.denoising_settings import DenoisingSampling
 from modalities.errors import UserError
 from modalities.noise_process import FlowProcess
 from modalities.pipeline_folder import read_index
-from modalities.samples import Sample, Video
+from modalities.samples import Sample, Video, cover
 
 if TYPE_CHECKING:
     from modalities.video.config import VideoPolicyConfig, VideoSampling
@@ -94,7 +94,13 @@ class WanPolicy(DenoisingPolicy):
         videos = [sample for sample in samples if isinstance(sample, Video)]
         if len(videos) != len(samples):
             raise ValueError("a video policy encodes videos only.")
-        pixels = torch.stack([video.unit() for video in videos]).to(self.device).transpose(1, 2) * 2 - 1
+        _, _, *latent_size = self.latent_shape(self.sampling)
+        height, width = (size * self.vae.config.scale_factor_spatial for size in latent_size)
+        frames = cast("VideoSampling", self.sampling).frames
+        if wrong := [len(video.frames) for video in videos if len(video.frames) != frames]:
+            raise UserError(f"sampling.frames: {frames}, but a given video has {wrong[0]} frames.")
+        clips = torch.stack([cover(video.unit(), height, width) for video in videos])
+        pixels = clips.to(self.device).transpose(1, 2) * 2 - 1
         mean, std = self._latent_statistics()
         latents: Tensor = (self.vae.encode(pixels).latent_dist.mode() - mean) / std
         return latents
