@@ -24,7 +24,6 @@ from modalities.base import (
     Need,
     Policy,
     PolicyConfig,
-    PolicySummary,
     Replay,
     Request,
     TokenSegment,
@@ -43,6 +42,7 @@ from modalities.lora import (
 from modalities.samples import Audio, Sample
 from modalities.segments import PADDED_PROMPTS
 from modalities.sources import loading, resolve_model
+from modalities.summary import PolicySummary, RowMemory, layer_activations
 from modalities.tokens import (
     SoftmaxSampling,
     choose_tokens,
@@ -121,6 +121,18 @@ class AudioPolicyConfig(PolicyConfig):
             trainable_parameters=sum(count for count, is_trained in counts if is_trained),
             bytes_per_parameter=4 if self.dtype == "float32" else 2,
             sampling=self.sampling,
+            rows=[self._row_memory(model.decoder.config)],
+        )
+
+    def _row_memory(self, decoder: Any) -> RowMemory:
+        branches = 1 if self.sampling.guidance_scale == 1 else 2
+        each = layer_activations(decoder.hidden_size, decoder.ffn_dim, cross_attention=True)
+        return RowMemory(
+            tokens=self.sampling.frames + decoder.num_codebooks // decoder.audio_channels - 1,
+            cache=branches * 2 * decoder.num_hidden_layers * decoder.hidden_size,
+            rows_at_once=1 if self.sampling.fixed_shape else self.sampling.rows_per_batch,
+            activations=branches * decoder.num_hidden_layers * each,
+            logits=branches * self.logits_chunk * decoder.vocab_size,
         )
 
 

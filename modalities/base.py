@@ -8,9 +8,8 @@ every modality is the same object: tensors of shape [B, T] (B trajectories, T de
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -35,6 +34,7 @@ from modalities.segments import (
     with_parent,
 )
 from modalities.settings import Settings
+from modalities.summary import PolicySummary
 from modalities.weights import WeightSets
 
 if TYPE_CHECKING:
@@ -191,30 +191,6 @@ class Policy(ABC):
     def set_version(self, version: int) -> None:
         """States the version of the current weights; it is written into the segments of later rollouts."""
         self.version = version
-
-
-def _any_prompts(prompts: Sequence[Prompt], sampling: Any) -> int:
-    return 0
-
-
-@dataclass(frozen=True)
-class PolicySummary:
-    """What `uniml-rl check` says of a policy without training or sampling."""
-
-    model: str
-    """The model's source and architecture."""
-    sample_kind: Literal["text", "image", "video", "audio"]
-    decisions: list[tuple[str, LogProbUnit]]
-    """As `Policy.decisions`."""
-    parameters: int
-    trainable_parameters: int
-    bytes_per_parameter: int
-    """Of the frozen weights; trainable ones are float32."""
-    sampling: Any = None
-    """As `Policy.sampling`."""
-    fit: Callable[[Sequence[Prompt], Any], int] = _any_prompts
-    """`fit(prompts, sampling)` raises UserError if the policy cannot sample from one of the prompts with these
-    settings. It returns the tokens of the longest prompt, 0 where prompts take no room in the sample's sequence."""
 
 
 class PolicyConfig(Settings):

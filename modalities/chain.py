@@ -17,7 +17,6 @@ from modalities.base import (
     Need,
     Policy,
     PolicyConfig,
-    PolicySummary,
     Replay,
     Request,
     Segment,
@@ -28,6 +27,7 @@ from modalities.errors import UserError
 from modalities.forward_process import ForwardProcessSettings
 from modalities.samples import Prompt, Sample, Text
 from modalities.settings import Settings
+from modalities.summary import PolicySummary
 from modalities.weights import WeightSets
 
 _SAMPLES_PER_GROUP = 2**20
@@ -90,6 +90,7 @@ class ChainPolicyConfig(PolicyConfig):
             bytes_per_parameter=max(first.bytes_per_parameter, second.bytes_per_parameter),
             sampling=self.sampling,
             fit=fit,
+            rows=[*first.rows, *second.rows],
         )
 
 

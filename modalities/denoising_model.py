@@ -111,6 +111,11 @@ class DenoisingModel(Policy):
     def sequence_length(shape: tuple[int, ...], denoiser: Any) -> int:
         """Number of the denoiser's tokens for a latent of that shape, which some schedules depend on."""
 
+    @classmethod
+    @abstractmethod
+    def activations(cls, denoiser: Any, shape: tuple[int, ...], settings: DenoisingSettings) -> int:
+        """Values that one step of one row keeps for the backward pass, roughly, without guidance."""
+
     @abstractmethod
     def pixels_from_latents(self, latents: Tensor) -> Tensor:
         """VAE decoding: latents [b, ...] float32 -> pixels in [-1, 1], not yet clamped."""

@@ -10,16 +10,18 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 
-from modalities.base import PolicyConfig, PolicySummary
+from modalities.base import PolicyConfig
 from modalities.errors import UserError
 from modalities.lora import LoraSettings, require_float32_when_trained
 from modalities.pipeline_folder import component_config, empty_components, pipeline_class, pipeline_folder
 from modalities.randomness import SampleKey, seeded_generator
 from modalities.samples import Prompt
 from modalities.settings import Settings
+from modalities.summary import PolicySummary, RowMemory
 
 if TYPE_CHECKING:
     from modalities.denoising import DenoisingPolicy, Families
+    from modalities.noise_process import Schedule
 
 
 class FlowSde(Settings):
@@ -240,6 +242,7 @@ class DenoisingSettings(PolicyConfig):
             return 0
 
         schedule = family.schedule_of(self.sampling, process, denoiser.config, vae.config)
+        shape = family.latent_shape_of(self.sampling, denoiser.config, vae.config)
         if not schedule.std.any():
             raise UserError(
                 f"sampling.sampler: {schedule.sampler!r} draws no noise in any of the {self.sampling.steps} steps, so "
@@ -258,4 +261,9 @@ class DenoisingSettings(PolicyConfig):
             bytes_per_parameter=4 if self.dtype == "float32" else 2,
             sampling=self.sampling,
             fit=fit,
+            rows=[self._row_memory(family.activations(denoiser.config, shape, self), schedule)],
         )
+
+    def _row_memory(self, activations: int, schedule: Schedule) -> RowMemory:
+        with_negative = self.guidance_gradient and bool((schedule.guidance_scale != 1).any())
+        return RowMemory(1, 0, self.sampling_rows, activations * (2 if with_negative else 1))

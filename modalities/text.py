@@ -17,7 +17,6 @@ from modalities.base import (
     Need,
     Policy,
     PolicyConfig,
-    PolicySummary,
     Replay,
     Request,
     TokenSegment,
@@ -37,6 +36,7 @@ from modalities.lora import (
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample, Text
 from modalities.sources import loading, resolve_model
+from modalities.summary import PolicySummary, RowMemory, layer_activations, model_activations
 from modalities.token_sampler import InProcessSampler, require_room
 from modalities.tokens import TokenSampling, cuts_by_length, distinct, left_pad, replay_tokens, require_trainable
 from modalities.weights import WeightSets
@@ -123,6 +123,21 @@ class TextPolicyConfig(PolicyConfig):
             bytes_per_parameter=getattr(torch, self.dtype).itemsize,
             sampling=self.sampling,
             fit=reader.fit,
+            rows=[self._row_memory(model)],
+        )
+
+    def _row_memory(self, causal_lm: PreTrainedModel) -> RowMemory:
+        config: Any = causal_lm.config.get_text_config()
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or hidden // heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        each = layer_activations(hidden, getattr(config, "intermediate_size", None) or 4 * hidden)
+        return RowMemory(
+            tokens=self.sampling.max_new_tokens,
+            cache=2 * config.num_hidden_layers * key_heads * head_size,
+            rows_at_once=1 if self.sampling.fixed_shape else self.sampling.rows_per_batch,
+            activations=model_activations(config.num_hidden_layers, each, hidden, self.gradient_checkpointing),
+            logits=self.logits_chunk * config.vocab_size,
         )
 
 

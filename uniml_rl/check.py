@@ -19,6 +19,7 @@ from rewards.combine import RewardSet
 from uniml_rl.build import EvaluationSettings, RunConfig, StageConfig, evaluation_sampling, inspect_policy
 from uniml_rl.config import LoadedConfig, load_yaml, validate
 from uniml_rl.data.prompts import FilePromptsConfig, PromptStream
+from uniml_rl.memory import describe, estimate, in_words
 from uniml_rl.yaml_files import KeyPath
 
 FIRST_RECORDS = 8
@@ -117,24 +118,20 @@ def check_from_yaml(path: str | Path, overrides: Sequence[str] = ()) -> None:
     summaries = preflight(config, loaded)
     console = Console()
     table = Table(title=f"{config.name}: policies")
-    for column in ("policy", "model", "parameters", "trainable", "share", "weights + optimizer"):
+    for column in ("policy", "model", "parameters", "trainable", "share"):
         table.add_column(column, overflow="fold")
     for name, summary in summaries.items():
-        share = summary.trainable_parameters / summary.parameters
-        table.add_row(
-            name,
-            summary.model,
-            f"{summary.parameters:,}",
-            f"{summary.trainable_parameters:,}",
-            f"{share:.2%}",
-            _size(training_gib(summary.parameters, summary.trainable_parameters, summary.bytes_per_parameter)),
-        )
+        share = f"{summary.trainable_parameters / summary.parameters:.2%}"
+        table.add_row(name, summary.model, f"{summary.parameters:,}", f"{summary.trainable_parameters:,}", share)
     console.print(table)
     for index, stage in enumerate(config.stages):
+        sizes = estimate(config, index, summaries, _longest_prompt(config, stage, summaries[stage.policy]))
         console.print(
             f"stage {index} [bold]{stage.name}[/]: {stage.algorithm.name} on {stage.policy}, {_learns_from(stage)}; "
             f"ends at {stage.until.in_words()}"
         )
+        unknown = "" if summaries[stage.policy].rows else "; cache and activations of this policy are not known"
+        console.print(f"  memory about {in_words(sizes['peak'])}: {describe(sizes)}{unknown}")
     console.print("[green]the configuration is valid[/]")
 
 
@@ -148,12 +145,7 @@ def _learns_from(stage: StageConfig) -> str:
     )
 
 
-def _size(gib: float) -> str:
-    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib * 1024:.1f} MiB"
-
-
-def training_gib(parameters: int, trainable: int, bytes_per_parameter: int) -> float:
-    """GiB of weights, gradients, AdamW's two moments and one kept copy (reference) of the trainable part, all of which
-    is float32; activations, KV cache and rewards' models come on top."""
-    frozen = parameters - trainable
-    return (frozen * bytes_per_parameter + trainable * 4 * 5) / 2**30
+def _longest_prompt(config: RunConfig, stage: StageConfig, summary: PolicySummary) -> int:
+    if stage.prompts is None:
+        return 0
+    return summary.fit(_longest(stage.prompts, stage.prompts.build(config.seed)), summary.sampling)

@@ -8,10 +8,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from modalities.denoising_settings import DenoisingSettings
 from modalities.errors import UserError
 from modalities.image.base import LatentImagePolicy
 from modalities.noise_process import DiffusionProcess
 from modalities.pipeline_folder import component_config
+from modalities.summary import model_activations
 
 
 class StableDiffusionPolicy(LatentImagePolicy):
@@ -28,6 +30,15 @@ class StableDiffusionPolicy(LatentImagePolicy):
     @staticmethod
     def absent_components() -> dict[str, None]:
         return {"safety_checker": None, "feature_extractor": None, "image_encoder": None}
+
+    @classmethod
+    def activations(cls, denoiser: Any, shape: tuple[int, ...], settings: DenoisingSettings) -> int:
+        widths, per_level = denoiser.block_out_channels, denoiser.layers_per_block
+        blocks = per_level * 2 + 1 if isinstance(per_level, int) else 2 * max(per_level) + 1
+        # A block is a residual one and its attention; 40 values per channel and latent pixel are what they keep.
+        between = sum(shape[1] * shape[2] // 4**level * width for level, width in enumerate(widths))
+        each = 40 * between // len(widths)
+        return model_activations(blocks * len(widths), each, between // len(widths), settings.gradient_checkpointing)
 
     def encode_prompts(self, texts: list[str]) -> dict[str, Tensor]:
         prompt_embeds, _ = self.pipeline.encode_prompt(texts, self.device, 1, do_classifier_free_guidance=False)

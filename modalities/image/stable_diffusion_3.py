@@ -7,8 +7,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from modalities.denoising_settings import DenoisingSettings
 from modalities.image.base import LatentImagePolicy
 from modalities.noise_process import FlowProcess
+from modalities.summary import layer_activations, model_activations
 
 
 class StableDiffusion3Policy(LatentImagePolicy):
@@ -22,6 +24,15 @@ class StableDiffusion3Policy(LatentImagePolicy):
     def unused_layers(cls, denoiser: nn.Module) -> list[nn.Module]:
         last: Any = cast(Any, denoiser).transformer_blocks[-1]  # it returns no text stream, so text asks nothing
         return [last.attn.add_q_proj] if last.context_pre_only else []
+
+    @classmethod
+    def activations(cls, denoiser: Any, shape: tuple[int, ...], settings: DenoisingSettings) -> int:
+        # diffusers pads the texts of CLIP to 77 tokens and those of T5 to 256
+        texts = 77 + (256 if settings.max_sequence_length is None else settings.max_sequence_length)
+        hidden = denoiser.num_attention_heads * denoiser.attention_head_dim
+        tokens = cls.sequence_length(shape, denoiser) + texts
+        each = tokens * layer_activations(hidden, 4 * hidden)
+        return model_activations(denoiser.num_layers, each, tokens * hidden, settings.gradient_checkpointing)
 
     def encode_prompts(self, texts: list[str]) -> dict[str, Tensor]:
         length = self.settings.max_sequence_length

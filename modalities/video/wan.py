@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from modalities.denoising import DenoisingPolicy
-from modalities.denoising_settings import DenoisingSampling
+from modalities.denoising_settings import DenoisingSampling, DenoisingSettings
 from modalities.errors import UserError
 from modalities.noise_process import FlowProcess
 from modalities.pipeline_folder import read_index
 from modalities.samples import Sample, Video, cover
+from modalities.summary import layer_activations, model_activations
 
 if TYPE_CHECKING:
     from modalities.video.config import VideoPolicyConfig, VideoSampling
@@ -43,6 +44,14 @@ class WanPolicy(DenoisingPolicy):
 
     def trunk(self) -> nn.Module:
         return cast(nn.Module, self.denoiser.norm_out)
+
+    @classmethod
+    def activations(cls, denoiser: Any, shape: tuple[int, ...], settings: DenoisingSettings) -> int:
+        hidden = denoiser.num_attention_heads * denoiser.attention_head_dim
+        tokens = cls.sequence_length(shape, denoiser)
+        texts = 512 if settings.max_sequence_length is None else settings.max_sequence_length  # the pipeline's own
+        each = tokens * layer_activations(hidden, denoiser.ffn_dim, cross_attention=True) + texts * 4 * hidden
+        return model_activations(denoiser.num_layers, each, tokens * hidden, settings.gradient_checkpointing)
 
     def encode_prompts(self, texts: list[str]) -> dict[str, Tensor]:
         length = self.settings.max_sequence_length
