@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from modalities.base import Cut, Need, Trajectory
 from modalities.samples import Sample
+from modalities.trajectories import concatenate
 from rewards.combine import RewardResult
 
 
@@ -19,6 +22,11 @@ class Rollout:
     trajectory: Trajectory
     samples: list[Sample]  # a row of the last segment each
     result: RewardResult
+
+    def and_then(self, more: Rollout) -> Rollout:
+        """Both rollouts' rows, of the same policy and rewards."""
+        trajectory = concatenate([self.trajectory, more.trajectory])
+        return Rollout(trajectory, self.samples + more.samples, concatenate_results([self.result, more.result]))
 
 
 @dataclass
@@ -77,6 +85,39 @@ def to_segment(trajectory: Trajectory, values: Tensor, valid: Tensor, segment: i
     total.index_add_(0, rows, torch.where(valid, values.double(), 0.0))
     count.index_add_(0, rows, valid.double())
     return (total / count.clamp_min(1)).float(), count > 0
+
+
+def leaves(trajectory: Trajectory, roots: Tensor) -> Tensor:
+    """int64: the rows of the last segment that descend from the first segment's rows `roots`, one root after the
+    other, as `modalities.trajectories.select` keeps them."""
+    root_of_leaf = trajectory.roots(len(trajectory.segments) - 1)
+    found = [(root_of_leaf == root).nonzero().flatten() for root in roots.tolist()]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.long)
+
+
+def select_results(result: RewardResult, rows: Tensor) -> RewardResult:
+    """The scores of some samples; failures are still counted over all of them."""
+    return RewardResult(
+        result.total[rows],
+        result.valid[rows],
+        {name: values[rows] for name, values in result.raw.items()},
+        {name: values[rows] for name, values in result.weighted.items()},
+        result.weights,
+        result.failures,
+    )
+
+
+def concatenate_results(results: Sequence[RewardResult]) -> RewardResult:
+    """The scores of several batches by the same rewards."""
+    first = results[0]
+    return RewardResult(
+        torch.cat([result.total for result in results]),
+        torch.cat([result.valid for result in results]),
+        {name: torch.cat([result.raw[name] for result in results]) for name in first.raw},
+        {name: torch.cat([result.weighted[name] for result in results]) for name in first.weighted},
+        first.weights,
+        {name: sum((result.failures[name] for result in results), Counter()) for name in first.failures},
+    )
 
 
 def put(values: Tensor, cut: Cut, part: Tensor) -> None:

@@ -9,6 +9,7 @@ It knows no modality and no algorithm: policies cut trajectories into micro-batc
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,9 @@ from uniml_rl.monitor.metrics import Metrics, peak_memory_gib
 from uniml_rl.monitor.sample_metrics import measure_rollout, measure_samples
 from uniml_rl.objectives.base import Objective
 
+_log = logging.getLogger(__name__)
+_BEFORE_TRAINING = -1
+"""In place of an iteration: passes over the first rollout in which only what the objective pretrains learns."""
 _AUXILIARY = -2
 """In place of a segment's number in a sample's key: random numbers of the auxiliary loss, not of a rollout."""
 
@@ -91,6 +95,7 @@ class Trainer:
         self.auxiliary = auxiliary
         self.optimizer_steps = 0
         self._replay_checked = False
+        self._warned_of_missing_groups = False
 
     def iterate(self, iteration: int) -> IterationReport:
         """One rollout (or draw of records) and its updates; `iteration` counts from 0 within the stage."""
@@ -103,11 +108,13 @@ class Trainer:
                 cut for roots in self._minibatches(trajectory, iteration, 0) for cut in self._plan(trajectory, roots)
             ]
             self._check_replay(trajectory, cuts)
-            experience = self.objective.prepare(self.policy, trajectory, result, cuts, self.engine, metrics)
+        for epoch in range(self.objective.pretraining_epochs if iteration == 0 else 0):
+            experience = self._prepare(trajectory, result, cuts, unlogged := Metrics())
+            self._epoch(experience, _BEFORE_TRAINING, epoch, unlogged)
+        experience = self._prepare(trajectory, result, cuts, metrics)
         with metrics.timed("time/update"):
             for epoch in range(self.stage.algorithm.epochs):
-                for roots in self._minibatches(trajectory, iteration, epoch):
-                    self._update(experience, roots, iteration, metrics)
+                self._epoch(experience, iteration, epoch, metrics)
         self.objective.finish_iteration(self.policy, experience, iteration, self.engine, metrics)
         self._measure(metrics, rollout, iteration, time.perf_counter() - started)
         reduced = metrics.reduce(self.engine)
@@ -120,7 +127,40 @@ class Trainer:
             key = SampleKey(self.run_seed, self.stage_index, iteration, prompt=0, sample=0)
             with metrics.timed("time/encode"):
                 return given_rollout(self.policy, self.source, self.stage.prompts_per_iteration, self.engine, key)
-        return self._rollout(self.source, iteration, 0, self.stage.prompts_per_iteration, metrics)
+        rollout = self._rollout(self.source, iteration, 0, self.stage.prompts_per_iteration, metrics)
+        return self._top_up(self.source, rollout, iteration, metrics) if self.objective.resampling_rounds else rollout
+
+    def _top_up(self, source: PromptStream, rollout: Rollout, iteration: int, metrics: Metrics) -> Rollout:
+        """The rollout with other prompts' samples in place of groups that are not useful, as far as the rounds go.
+
+        Every rank draws as often and as many, so with several ranks there may be a few groups more than wanted.
+        """
+        wanted, ranks = self.stage.prompts_per_iteration, self.engine.world_size
+        sampled, rounds = wanted, 0
+        while (missing := wanted - self._useful_groups(rollout)) > 0 and rounds < self.objective.resampling_rounds:
+            rounds += 1
+            prompts = -(-missing // ranks) * ranks
+            rollout = rollout.and_then(self._rollout(source, iteration, rounds, prompts, metrics))
+            sampled += prompts
+        metrics.steps("resampling/rounds", rounds)
+        metrics.steps("resampling/dropped_groups", sampled - (wanted - missing))
+        if missing > 0 and not self._warned_of_missing_groups:
+            self._warned_of_missing_groups = True
+            _log.warning(
+                "stage %r, iteration %d: of %d prompts sampled in %d rounds, only %d of the %d wanted had samples that "
+                "differ in their reward; training goes on with those%s. Make the prompts less easy or less hard for "
+                "this policy, use a reward with more levels, a larger group_size or more "
+                "algorithm.dynamic_sampling.rounds. (`resampling/...` in metrics.jsonl counts; this is said once.)",
+                *(self.stage.name, iteration, sampled, rounds + 1, wanted - missing, wanted),
+                "" if missing < wanted else ", so this iteration changes nothing",
+            )
+        return rollout
+
+    def _useful_groups(self, rollout: Rollout) -> int:
+        """Over all ranks."""
+        useful = self.objective.useful(rollout.trajectory, rollout.result)
+        count = torch.tensor(len(rollout.trajectory.segments[0].group[useful].unique()))
+        return int(self.engine.sum_over_ranks(count))
 
     def _rollout(
         self, source: PromptStream, iteration: int, resampling_round: int, prompts: int, metrics: Metrics
@@ -129,7 +169,9 @@ class Trainer:
         rank, world_size = self.engine.rank, self.engine.world_size
         key = SampleKey(self.run_seed, self.stage_index, iteration, 0, 0, resampling_round)
         drawn = source.take(prompts, rank, world_size)
-        requests = requests_for(drawn, self.stage.group_size or 1, rank * prompts // world_size, key)
+        # A round draws less than a world more than the prompts of an iteration, so no two rounds share a group.
+        first_group = resampling_round * (self.stage.prompts_per_iteration + world_size) + rank * prompts // world_size
+        requests = requests_for(drawn, self.stage.group_size or 1, first_group, key)
         with metrics.timed("time/rollout"), self.engine.autocast(), self.policy.using(self.objective.rollout_weights):
             trajectory = self.policy.rollout(requests)
         with metrics.timed("time/decode"), torch.no_grad():
@@ -151,7 +193,8 @@ class Trainer:
         if count > 1:
             generator = seeded_generator(self.run_seed, self.stage_index, iteration, epoch, self.engine.rank)
             order = order[torch.randperm(len(order), generator=generator)]
-        return [torch.isin(unit, part).nonzero().flatten() for part in order.tensor_split(count) if len(part)]
+        # Also the empty parts of a rank with few rows: all ranks take the same number of steps.
+        return [torch.isin(unit, part).nonzero().flatten() for part in order.tensor_split(count)]
 
     def _plan(self, trajectory: Trajectory, roots: Tensor) -> list[Cut]:
         return self.objective.plan(self.policy, trajectory, roots, self.stage.micro_batch)
@@ -165,6 +208,14 @@ class Trainer:
             self.objective.check_replay(self.policy, trajectory, first, self.engine.precision)
         self._replay_checked = bool(trained)
 
+    def _prepare(self, trajectory: Trajectory, result: RewardResult, cuts: list[Cut], metrics: Metrics) -> Experience:
+        with metrics.timed("time/replay"), self.engine.autocast():
+            return self.objective.prepare(self.policy, trajectory, result, cuts, self.engine, metrics)
+
+    def _epoch(self, experience: Experience, iteration: int, epoch: int, metrics: Metrics) -> None:
+        for roots in self._minibatches(experience.trajectory, iteration, epoch):
+            self._update(experience, roots, iteration, metrics)
+
     def _update(self, experience: Experience, roots: Tensor, iteration: int, metrics: Metrics) -> None:
         minibatch = self.objective.minibatch(experience, roots, self.engine)
         metrics.steps("update/empty_steps", minibatch.trained_decisions == 0)
@@ -175,11 +226,11 @@ class Trainer:
                 loss = self.objective.loss(self.policy, minibatch, cut, iteration, metrics)
             if loss.requires_grad:
                 self.engine.backward(loss)
-        if self.auxiliary is not None:
+        if self.auxiliary is not None and iteration != _BEFORE_TRAINING:
             # The number of the step stands in the place of the resampling round, so each draws its own noise.
             key = SampleKey(self.run_seed, self.stage_index, iteration, 0, 0, self.optimizer_steps, _AUXILIARY)
             self.auxiliary.add_gradient(self.policy, self.engine, key, metrics)
-        report = self.engine.step(iteration)
+        report = self.engine.step(max(iteration, 0))
         self._record(report, metrics)
         self.optimizer_steps += not report.skipped
         self.policy.set_version(self.optimizer_steps)

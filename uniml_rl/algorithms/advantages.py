@@ -190,6 +190,21 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return gae(rewards, torch.zeros_like(rewards, dtype=torch.float32), mask, gamma, 1.0)[1]
 
 
+def overlong_penalty(lengths: Tensor, maximum: int, buffer: int, factor: float) -> Tensor:
+    """DAPO (Yu et al. 2025, eq. 13), as a positive number: factor x min(length - (maximum - buffer), buffer) / buffer.
+
+    0 up to maximum - buffer, `factor` from maximum on. lengths [B] -> [B] float32.
+    """
+    excess = (lengths - (maximum - buffer)).clamp(0, buffer)
+    return factor * excess.float() / buffer
+
+
+def groups_with_signal(rewards: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
+    """The ids of groups of at least two valid rewards that are not all equal: [G] int64. Arguments [B]."""
+    deviation = _deviation_from_group(_clean(rewards, valid), valid, *_group_counts(valid, groups))
+    return groups[deviation != 0].unique()
+
+
 def broadcast_to_decisions(advantages: Tensor, mask: Tensor) -> Tensor:
     """One advantage per row [B] given to each of its trained decisions: [B, T] float32, 0 outside of the mask."""
     return torch.where(mask, advantages.float().unsqueeze(1), 0.0)

@@ -2,141 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from modalities.base import LogProbUnit, Need
+from modalities.base import Policy
 from modalities.errors import UserError
 from modalities.settings import Settings
+from uniml_rl.algorithms.advantages import overlong_penalty
 from uniml_rl.algorithms.aggregation import AggregationMode
 from uniml_rl.algorithms.controllers import AdaptiveKL, FixedKL, KLController
 from uniml_rl.algorithms.mismatch import Correction, mask_mismatch, truncate_mismatch
-from uniml_rl.algorithms.surrogate import SurrogateInputs, SurrogateTerms, clipped_surrogate
+from uniml_rl.algorithms.token_surrogates import CISPO, DRPO, PPOClip, Reinforce
 
-CLIP_RANGES: dict[LogProbUnit, float] = {"token": 0.2, "element_mean": 1e-4}
-"""The usual clip range of each unit of a log-prob. "element_sum" has none: it grows with the latent's size."""
-
-GROUP_ESTIMATORS = ("group", "leave_one_out")
-
-
-class GroupAdvantage(Settings):
-    """(r - mean of the group) / (std + epsilon): GRPO, Dr. GRPO, Flow-GRPO."""
-
-    type: Literal["group"] = "group"
-    """Compare the samples of one prompt with each other."""
-    scale: Literal["group_std", "batch_std", "none"] = "group_std"
-    """What divides: the group's own standard deviation, that of all rewards of the batch, or nothing."""
-    epsilon: float = Field(default=1e-4, ge=0)
-    """Added to the standard deviation."""
-    clip: float | None = Field(default=None, gt=0)
-    """Bound of the advantage's absolute value; null: none."""
-
-
-class LeaveOneOutAdvantage(Settings):
-    """r minus the mean of the group's other samples: RLOO."""
-
-    type: Literal["leave_one_out"] = "leave_one_out"
-    """Compare each sample of a prompt with the others."""
-    clip: float | None = Field(default=None, gt=0)
-    """Bound of the advantage's absolute value; null: none."""
-
-
-class RunningPromptAdvantage(Settings):
-    """(r - mean) / (std + epsilon) over the prompt's last rewards, whichever iterations they come from: DDPO."""
-
-    type: Literal["running_prompt"] = "running_prompt"
-    """Compare a sample with what its prompt got before."""
-    buffer_size: int = Field(default=16, ge=1)
-    """Rewards remembered per prompt."""
-    min_count: int = Field(default=16, ge=1)
-    """With fewer remembered rewards, the batch's mean and standard deviation are taken."""
-    epsilon: float = Field(default=1e-6, ge=0)
-    """Added to the standard deviation."""
-    clip: float | None = Field(default=5.0, gt=0)
-    """Bound of the advantage's absolute value; null: none."""
-
-    @model_validator(mode="after")
-    def _reachable(self) -> RunningPromptAdvantage:
-        if self.min_count > self.buffer_size:
-            raise UserError(
-                f"min_count {self.min_count} can never be reached with buffer_size {self.buffer_size}: "
-                "the statistics per prompt would never be used. Raise buffer_size or lower min_count."
-            )
-        return self
-
-
-class BatchAdvantage(Settings):
-    """(r - mean of the batch) / (std + epsilon), one number per sample: REINFORCE with normalised rewards."""
-
-    type: Literal["batch"] = "batch"
-    """Compare a sample with all samples of the iteration."""
-    scale: Literal["batch_std", "none"] = "batch_std"
-    """What divides: the standard deviation of the batch, or nothing."""
-    epsilon: float = Field(default=1e-6, ge=0)
-    """Added to the standard deviation."""
-    clip: float | None = Field(default=None, gt=0)
-    """Bound of the advantage's absolute value; null: none."""
-
-
-class GAEAdvantage(Settings):
-    """Generalised advantage estimation with a critic: PPO."""
-
-    model_config = ConfigDict(serialize_by_alias=True)
-
-    type: Literal["gae"] = "gae"
-    """Compare each decision's outcome with a critic's expectation."""
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per decision."""
-    lambda_: float = Field(default=0.95, ge=0, le=1, alias="lambda")
-    """Trades the critic's bias (0) against the return's variance (1)."""
-    whiten: bool = True
-    """Normalise the advantages of the iteration to mean 0 and standard deviation 1 over all trained decisions."""
-    epsilon: float = Field(default=1e-8, ge=0)
-    """Added to the standard deviation when whitening."""
-    clip: float | None = Field(default=None, gt=0)
-    """Bound of the advantage's absolute value; null: none."""
-
-
-AdvantageSettings = Annotated[
-    GroupAdvantage | LeaveOneOutAdvantage | RunningPromptAdvantage | BatchAdvantage | GAEAdvantage,
-    Field(discriminator="type"),
-]
-
-
-class PPOClip(Settings):
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), optionally with a second bound for A < 0."""
-
-    needs: ClassVar[frozenset[Need]] = frozenset()
-    """What it reads of a replay, now and under the old policy, besides log-probs."""
-
-    type: Literal["ppo_clip"] = "ppo_clip"
-    """Clip the probability ratio."""
-    low: float | None = Field(default=None, gt=0, le=1)
-    """The ratio's gradient stops below 1 - low. null: 0.2 for tokens, 1e-4 for mean log-probs of latents."""
-    high: float | None = Field(default=None, gt=0)
-    """The ratio's gradient stops above 1 + high. null: the same as low."""
-    dual: float | None = Field(default=None, gt=1)
-    """Bound of the loss at dual x |A| where A < 0 (dual-clip PPO; 3 is usual); null: none."""
-
-    def check(self, unit: LogProbUnit | None, kind: str | None) -> None:
-        """Raises UserError where it does not fit a segment's unit of log-probs or its kind."""
-        if self.low is None and unit is not None and unit not in CLIP_RANGES:
-            raise UserError(
-                f"algorithm.surrogate.low: there is no usual clip range for log-probs of the unit {unit!r}, because "
-                "they grow with the latent's size; give one (1e-4 x elements is where to start)."
-            )
-
-    def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
-        """The loss of each decision."""
-        low = CLIP_RANGES[inputs.unit] if self.low is None else self.low
-        high = low if self.high is None else self.high
-        return clipped_surrogate(inputs.log_ratio, inputs.advantages, low, high, self.dual)
-
-
-SurrogateSettings = PPOClip
-"""Becomes a union discriminated by `type` with the second surrogate."""
+SurrogateSettings = Annotated[PPOClip | Reinforce | CISPO | DRPO, Field(discriminator="type")]
 
 
 class AdaptiveKLSettings(Settings):
@@ -146,6 +26,49 @@ class AdaptiveKLSettings(Settings):
     """KL per sample (summed over its decisions) that the controller steers to."""
     horizon: float = Field(gt=0)
     """Samples over which the coefficient may change by 20 %."""
+
+
+class FixedReference(Settings):
+    """The policy that the stage began with."""
+
+    type: Literal["fixed"] = "fixed"
+    """It never moves."""
+
+    def follow(self, policy: Policy, finished_iterations: int) -> None:
+        """Moves the weight set "reference" after an iteration, if it is time."""
+
+
+class RefreshedReference(Settings):
+    """A copy of the policy, taken again and again."""
+
+    type: Literal["refreshed"] = "refreshed"
+    """It jumps to the current policy."""
+    every: int = Field(ge=1)
+    """Iterations from one copy to the next."""
+
+    def follow(self, policy: Policy, finished_iterations: int) -> None:
+        """Moves the weight set "reference" after an iteration, if it is time."""
+        if finished_iterations % self.every == 0:
+            policy.keep("reference")
+
+
+class MovingAverageReference(Settings):
+    """An exponential moving average of the policy's trainable weights (of an adapter's factors, each by itself)."""
+
+    type: Literal["moving_average"] = "moving_average"
+    """It follows slowly."""
+    decay: float = Field(ge=0, lt=1)
+    """Share of the old average that is kept."""
+    every: int = Field(default=1, ge=1)
+    """Iterations from one average to the next."""
+
+    def follow(self, policy: Policy, finished_iterations: int) -> None:
+        """Moves the weight set "reference" after an iteration, if it is time."""
+        if finished_iterations % self.every == 0:
+            policy.average("reference", self.decay)
+
+
+ReferenceSettings = Annotated[FixedReference | RefreshedReference | MovingAverageReference, Field(discriminator="type")]
 
 
 class KLSettings(Settings):
@@ -160,6 +83,8 @@ class KLSettings(Settings):
     """Subtract it from the reward of each decision, or add it to the loss."""
     adaptive: AdaptiveKLSettings | None = None
     """Steer the coefficient to a target divergence; null: it stays."""
+    reference: ReferenceSettings = FixedReference()
+    """Which policy it is the distance to."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> KLSettings:
@@ -216,6 +141,8 @@ class ValueSettings(Settings):
     """How far a value may move from the one at rollout before its gradient stops; null: any distance."""
     warm_up_iterations: int = Field(default=0, ge=0)
     """Iterations at the start in which only the critic learns."""
+    pretraining_epochs: int = Field(default=0, ge=0)
+    """Passes over the first rollout in which only the critic learns, before its first update."""
 
 
 class TruncateMismatch(Settings):
@@ -255,3 +182,40 @@ class MaskMismatch(Settings):
 
 
 MismatchSettings = Annotated[TruncateMismatch | MaskMismatch, Field(discriminator="type")]
+
+
+class DynamicSampling(Settings):
+    """Prompts whose samples all got the same reward are dropped, and others are sampled in their place (DAPO)."""
+
+    rounds: int = Field(default=10, ge=1)
+    """How often at most, in one iteration. What is found by then is trained on."""
+
+
+class OverlongSettings(Settings):
+    """Takes from the reward of long samples: min(length - (maximum - buffer), buffer) / buffer x factor (DAPO)."""
+
+    maximum: int | None = Field(default=None, ge=1)
+    """Length, in the model's own tokens, from which the whole factor is taken. null: the sampling limit
+    (`max_new_tokens`)."""
+    buffer: int | None = Field(default=None, ge=1)
+    """Tokens before that over which the punishment grows from 0. null: a fifth of the maximum, the paper's ratio."""
+    factor: float = Field(default=1.0, gt=0)
+    """Largest punishment, in units of the total reward."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> OverlongSettings:
+        if self.maximum is not None and self.buffer is not None and self.buffer > self.maximum:
+            raise UserError(f"buffer {self.buffer} is longer than the maximum {self.maximum}: give a shorter one.")
+        return self
+
+    def penalty(self, lengths: Tensor, limit: int) -> Tensor:
+        """[B] float32 for lengths [B] in tokens; `limit` stands in for a maximum that is not given."""
+        maximum = self.maximum or limit
+        return overlong_penalty(lengths, maximum, self.buffer or max(1, round(maximum / 5)), self.factor)
+
+
+class ReplaySettings(Settings):
+    """Recent rollouts are trained again beside the new one, with the advantages and the old log-probs that they had."""
+
+    iterations: int = Field(ge=1)
+    """How many of the last rollouts."""

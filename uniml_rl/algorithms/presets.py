@@ -27,6 +27,76 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coefficient": 0.04, "estimator": "k2", "placement": "loss"},
         "aggregation": {"mode": "sequence_mean_token_mean"},
     },
+    # Williams 1992, with rewards normalised over the batch: docs/algorithms/reinforce.md
+    "reinforce": {
+        "advantage": {"type": "batch", "scale": "batch_std", "epsilon": 1e-6},
+        "surrogate": {"type": "reinforce"},
+        "aggregation": {"mode": "sequence_mean_token_sum"},
+    },
+    # Ahmadian et al. 2024: docs/algorithms/rloo.md
+    "rloo": {
+        "advantage": {"type": "leave_one_out"},
+        "surrogate": {"type": "reinforce"},
+        "kl": {"coefficient": 0.05, "estimator": "k1", "placement": "reward"},
+        "aggregation": {"mode": "sequence_mean_token_sum"},
+    },
+    # Hu et al. 2025: docs/algorithms/reinforce_plus_plus.md
+    "reinforce_plus_plus": {
+        "advantage": {"type": "returns", "gamma": 1.0, "baseline": "none"},
+        "surrogate": {"type": "ppo_clip"},
+        "kl": {"coefficient": 0.01, "estimator": "k1", "placement": "reward"},
+        "aggregation": {"mode": "token_mean"},
+    },
+    # The same paper's form for several samples per prompt: docs/algorithms/reinforce_plus_plus_baseline.md
+    "reinforce_plus_plus_baseline": {
+        "advantage": {"type": "returns", "gamma": 1.0, "baseline": "group"},
+        "surrogate": {"type": "ppo_clip"},
+        "kl": {"coefficient": 0.01, "estimator": "k2", "placement": "loss"},
+        "aggregation": {"mode": "token_mean"},
+    },
+    # Liu et al. 2025 (Understanding R1-Zero-like training): docs/algorithms/dr_grpo.md
+    "dr_grpo": {
+        "advantage": {"type": "group", "scale": "none"},
+        "surrogate": {"type": "ppo_clip"},
+        "aggregation": {"mode": "sequence_mean_token_sum"},
+    },
+    # Yu et al. 2025: docs/algorithms/dapo.md
+    "dapo": {
+        "advantage": {"type": "group", "scale": "group_std", "epsilon": 1e-4},
+        "surrogate": {"type": "ppo_clip", "low": 0.2, "high": 0.28},
+        "aggregation": {"mode": "token_mean"},
+        "dynamic_sampling": {"rounds": 10},
+        "overlong": {"factor": 1.0},
+    },
+    # Zheng et al. 2025: docs/algorithms/gspo.md
+    "gspo": {
+        "advantage": {"type": "group", "scale": "group_std", "epsilon": 1e-4},
+        "ratio": "sequence",
+        "surrogate": {"type": "ppo_clip", "low": 3e-4, "high": 4e-4},
+        "aggregation": {"mode": "sequence_mean_token_mean"},
+        "minibatches": 4,
+    },
+    # MiniMax 2025 (M1): docs/algorithms/cispo.md
+    "cispo": {
+        "advantage": {"type": "group", "scale": "group_std", "epsilon": 1e-4},
+        "surrogate": {"type": "cispo", "high": 5.0},
+        "aggregation": {"mode": "token_mean"},
+    },
+    # 2026: docs/algorithms/drpo.md
+    "drpo": {
+        "advantage": {"type": "group", "scale": "group_std", "epsilon": 1e-4},
+        "surrogate": {"type": "drpo", "weight": "old_probability"},
+        "aggregation": {"mode": "token_mean"},
+    },
+    # Ye et al. 2020: docs/algorithms/ppo_dual_clip.md
+    "ppo_dual_clip": {
+        "advantage": {"type": "gae", "gamma": 1.0, "lambda": 0.95, "whiten": True},
+        "surrogate": {"type": "ppo_clip", "dual": 3.0},
+        "kl": {"coefficient": 0.05, "estimator": "k1", "placement": "reward"},
+        "aggregation": {"mode": "token_mean"},
+        "value": {"clip": 0.2},
+        "epochs": 4,
+    },
     # Black et al. 2023: docs/algorithms/ddpo.md
     "ddpo": {
         "advantage": {"type": "running_prompt", "buffer_size": 16, "min_count": 16, "epsilon": 1e-6, "clip": 5.0},

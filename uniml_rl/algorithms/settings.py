@@ -12,19 +12,21 @@ from modalities.base import LogProbUnit
 from modalities.errors import UserError
 from modalities.forward_process import ForwardProcessSettings
 from modalities.settings import Settings
+from uniml_rl.algorithms.advantage_settings import AdvantageSettings, GAEAdvantage, GroupAdvantage, ReturnsAdvantage
 from uniml_rl.algorithms.matching import MatchingLoss, OldPolicySettings
 from uniml_rl.algorithms.parts import (
-    GROUP_ESTIMATORS,
-    AdvantageSettings,
     AggregationSettings,
-    GAEAdvantage,
+    DynamicSampling,
+    FixedReference,
     KLSettings,
     MismatchSettings,
-    PPOClip,
+    OverlongSettings,
+    ReplaySettings,
     SurrogateSettings,
     ValueSettings,
 )
 from uniml_rl.algorithms.preference import logistic_preference_loss
+from uniml_rl.algorithms.token_surrogates import DRPO, PPOClip
 
 LearnsFrom = Literal["rollouts", "records"]
 
@@ -51,6 +53,11 @@ class AlgorithmSettings(Settings):
     @property
     def compares_groups(self) -> bool:
         """Whether a prompt's samples are compared with each other, so that one alone teaches nothing."""
+        return False
+
+    @property
+    def per_reward(self) -> bool:
+        """Whether each of the stage's rewards is compared by itself, and not their sum."""
         return False
 
     def check(self, group_size: int | None, log_prob_unit: LogProbUnit | None = None, kind: str | None = None) -> None:
@@ -83,6 +90,12 @@ class PolicyGradientSettings(AlgorithmSettings):
     """The critic; given exactly when the advantage is gae."""
     mismatch: MismatchSettings | None = None
     """Correction for a sampler whose numerics differ from the trainer's; null: none."""
+    dynamic_sampling: DynamicSampling | None = None
+    """Other prompts in place of those that teach nothing; null: none."""
+    overlong: OverlongSettings | None = None
+    """Punishment of long samples; null: none."""
+    replay: ReplaySettings | None = None
+    """Recent rollouts beside the new one; null: none."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     replay_check: Literal["error", "warn", "off"] = "error"
@@ -91,12 +104,22 @@ class PolicyGradientSettings(AlgorithmSettings):
     """Largest mean |replayed - rollout log-prob| that passes; null: chosen by dtype and unit."""
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> PolicyGradientSettings:
-        if self.ratio == "sequence" and self.aggregation.mode != "sequence_mean_token_mean":
-            raise UserError(
-                f"ratio: sequence with aggregation.mode: {self.aggregation.mode}: a ratio shared by a whole sequence "
-                "would be counted once per decision, so long samples would dominate. Use sequence_mean_token_mean."
-            )
+    def _ratio_fits(self) -> PolicyGradientSettings:
+        if self.ratio == "sequence":
+            if not self.surrogate.corrects_off_policy:
+                raise UserError(f"ratio: sequence with surrogate {self.surrogate.type!r}, which reads no ratio.")
+            if self.aggregation.mode != "sequence_mean_token_mean":
+                raise UserError(
+                    f"ratio: sequence with aggregation.mode: {self.aggregation.mode}: a ratio shared by a whole "
+                    "sequence would be counted once per decision, so long samples would dominate. Use "
+                    "sequence_mean_token_mean."
+                )
+            if isinstance(self.surrogate, DRPO) and self.surrogate.weight == "old_probability":
+                raise UserError("ratio: sequence with surrogate.weight: old_probability, that of one token. Use one.")
+        return self
+
+    @model_validator(mode="after")
+    def _critic_fits(self) -> PolicyGradientSettings:
         if self.advantage.type == "gae" and self.value is None:
             raise UserError("advantage.type: gae needs a critic: add a `value` block, or choose a critic-free type.")
         if self.advantage.type != "gae" and self.value is not None:
@@ -106,13 +129,53 @@ class PolicyGradientSettings(AlgorithmSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _trains_what_it_can_correct(self) -> PolicyGradientSettings:
+        updates = self.epochs * self.minibatches
+        if not self.surrogate.corrects_off_policy and (updates > 1 or self.replay is not None):
+            cause = "replay" if self.replay is not None else f"epochs x minibatches = {updates}"
+            raise UserError(
+                f"surrogate {self.surrogate.type!r} with {cause}: it takes every sample for one of the current policy, "
+                "and after the first update they are not. Use one update per rollout, or a surrogate with a "
+                "probability ratio: cispo is this one with a bounded importance weight."
+            )
+        if self.replay is None:
+            return self
+        if self.value is not None:
+            raise UserError("replay with a critic: the kept advantages rest on values that it no longer has.")
+        if self.kl is not None and self.kl.reference != FixedReference():
+            raise UserError("replay with a reference that moves: the kept samples were compared with an earlier one.")
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_fit(self) -> PolicyGradientSettings:
+        if self.dynamic_sampling is not None and not self.compares_groups:
+            raise UserError(
+                f"dynamic_sampling with advantage.type {self.advantage.type!r}: it replaces prompts whose samples got "
+                "equal rewards, and only where these are compared with each other do they teach nothing. Take "
+                "advantage.type: group or leave_one_out, or remove the block."
+            )
+        if self.per_reward:
+            charged = self.kl is not None and self.kl.placement == "reward"
+            if charged or self.overlong is not None:
+                raise UserError(
+                    "advantage.normalisation: per_reward compares each reward by itself, so there is no total that "
+                    f"{'the KL' if charged else 'overlong'} could be subtracted from. "
+                    + ("Use kl.placement: loss." if charged else "Use a reward of the stage for lengths.")
+                )
+        return self
+
+    @property
+    def per_reward(self) -> bool:
+        return isinstance(self.advantage, GroupAdvantage) and self.advantage.normalisation == "per_reward"
+
     @property
     def needs_critic(self) -> bool:
         return self.value is not None
 
     @property
     def compares_groups(self) -> bool:
-        return self.advantage.type in GROUP_ESTIMATORS
+        return self.advantage.compares_groups
 
     def check(self, group_size: int | None, log_prob_unit: LogProbUnit | None = None, kind: str | None = None) -> None:
         super().check(group_size, log_prob_unit, kind)
@@ -120,6 +183,11 @@ class PolicyGradientSettings(AlgorithmSettings):
         if kind == "denoising":
             if self.ratio == "sequence":
                 raise UserError("algorithm.ratio: sequence is for tokens; denoising steps are scored one at a time.")
+            if self.overlong is not None:
+                raise UserError(
+                    "algorithm.overlong: every sample has as many denoising steps as the sampler takes, so there is "
+                    "no length to punish. Remove the block (overlong: null)."
+                )
             if self.entropy_coefficient:
                 raise UserError(
                     "algorithm.entropy_coefficient: the entropy of a denoising step depends on its noise schedule "
@@ -311,8 +379,13 @@ class ForwardProcessAlgorithmSettings(AlgorithmSettings):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> ForwardProcessAlgorithmSettings:
-        if isinstance(self.advantage, GAEAdvantage):
-            raise UserError("advantage.type: gae assigns credit to decisions, and here a whole sample is learned from.")
+        if isinstance(self.advantage, GAEAdvantage | ReturnsAdvantage):
+            raise UserError(
+                f"advantage.type: {self.advantage.type} assigns credit to decisions, and here a whole sample is "
+                "learned from. Take another."
+            )
+        if isinstance(self.advantage, GroupAdvantage) and self.advantage.normalisation == "per_reward":
+            raise UserError("advantage.normalisation: per_reward is for policy gradients. Use total.")
         if self.kl is not None and self.kl.estimator != "prediction_mse":
             raise UserError(
                 f"kl.estimator {self.kl.estimator!r} compares the sampler's decisions, and this algorithm trains none "
@@ -329,7 +402,7 @@ class ForwardProcessAlgorithmSettings(AlgorithmSettings):
 
     @property
     def compares_groups(self) -> bool:
-        return self.advantage.type in GROUP_ESTIMATORS
+        return self.advantage.compares_groups
 
     def check(self, group_size: int | None, log_prob_unit: LogProbUnit | None = None, kind: str | None = None) -> None:
         super().check(group_size, log_prob_unit, kind)
@@ -341,11 +414,7 @@ class ForwardProcessAlgorithmSettings(AlgorithmSettings):
 
 
 AnyAlgorithm = Annotated[
-    PolicyGradientSettings
-    | SupervisedSettings
-    | PreferenceSettings
-    | KTOSettings
-    | RewardGradientSettings
+    PolicyGradientSettings | SupervisedSettings | PreferenceSettings | KTOSettings | RewardGradientSettings
     | ForwardProcessAlgorithmSettings,
     Field(discriminator="objective"),
 ]

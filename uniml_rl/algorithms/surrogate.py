@@ -23,7 +23,7 @@ class SurrogateInputs:
     now: dict[Need, Tensor] = field(default_factory=dict)
     """What the surrogate's `needs` name, under the current weights."""
     old: dict[Need, Tensor] = field(default_factory=dict)
-    """The same under the weights that the iteration began with."""
+    """The same under the weights that the iteration began with, and "log_prob"."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SurrogateTerms:
     """A surrogate loss per decision and what happened to it."""
 
     loss: Tensor  # [b, t] float32, to be minimised
-    clipped: Tensor  # [b, t] bool: the clip is active, so this decision's gradient is 0
+    clipped: Tensor  # [b, t] bool: a bound is active; except for CISPO's, this decision's gradient is 0
     ratio: Tensor  # [b, t] float32, detached
 
 
@@ -76,3 +76,42 @@ def clipped_surrogate(
         beyond = (advantages < 0) & (loss > ceiling)
         loss, clipped = torch.where(beyond, ceiling, loss), clipped | beyond
     return SurrogateTerms(loss, clipped, ratio.detach())
+
+
+def score_function_surrogate(log_probs: Tensor, advantages: Tensor, log_ratio: Tensor, mask: Tensor) -> SurrogateTerms:
+    """REINFORCE (Williams 1992): -A log pi, whose gradient is the policy gradient of decisions drawn from pi itself.
+
+    All [b, t]; the log-ratio is reported and not used. Outside of the mask the loss is 0 and has no gradient.
+    """
+    loss = -advantages.detach() * torch.where(mask, log_probs.float(), 0.0)
+    return SurrogateTerms(loss, torch.zeros_like(mask), log_ratio.detach().exp())
+
+
+def capped_weight_surrogate(
+    log_probs: Tensor, advantages: Tensor, log_ratio: Tensor, low: float, high: float, mask: Tensor
+) -> SurrogateTerms:
+    """CISPO (MiniMax 2025, eq. 4 and 5): -stopgrad(clip(r, low, high)) A log pi. `high` is the weight's bound itself.
+
+    All [b, t]. `clipped` marks the decisions whose weight is a bound; they keep a gradient. Outside of the mask the
+    loss is 0 and has no gradient.
+    """
+    ratio = log_ratio.detach().exp()
+    weights = ratio.clamp(low, high)
+    loss = -weights * advantages.detach() * torch.where(mask, log_probs.float(), 0.0)
+    return SurrogateTerms(loss, weights != ratio, ratio)
+
+
+def penalised_surrogate(
+    log_ratio: Tensor, advantages: Tensor, epsilon: float, weights: Tensor | float
+) -> SurrogateTerms:
+    """DRPO (2026): -A r + |A| w (r - 1)^2 / (2 epsilon), r = exp(log_ratio).
+
+    Smallest at r = 1 + sign(A) epsilon / w; beyond that its gradient pulls the ratio back, where a clip has none.
+
+    Args:
+        log_ratio, advantages: [b, t] float32; no gradient goes to the advantages.
+        weights: w, [b, t] or one number; no gradient.
+    """
+    advantages, ratio = advantages.detach(), log_ratio.exp()
+    loss = -advantages * ratio + advantages.abs() * weights * (ratio - 1).square() / (2 * epsilon)
+    return SurrogateTerms(loss, torch.zeros_like(ratio, dtype=torch.bool), ratio.detach())

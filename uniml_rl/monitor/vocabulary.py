@@ -50,8 +50,17 @@ METRICS: dict[str, Metric] = {
     "reward/{reward}/failures": Metric(
         "samples", "sum", "Samples without a score: an exception, a time-out or a non-finite value. They are masked."
     ),
+    "reward/overlong_penalty": Metric(
+        "reward", "mean", "What `algorithm.overlong` takes from the reward, over valid samples; not in `reward/mean`."
+    ),
     "group/without_signal_share": Metric(
         "share", "mean", "Groups whose advantages are all 0: equal rewards, or fewer than two valid samples."
+    ),
+    "resampling/rounds": Metric(
+        "rounds", "sum per rank", "Further rollouts of the iteration, in place of groups without signal."
+    ),
+    "resampling/dropped_groups": Metric(
+        "groups", "sum per rank", "Groups of the iteration, over all ranks, that were sampled and not trained on."
     ),
     "kl/reference": Metric(
         "nats per decision, or squared velocity",
@@ -71,7 +80,9 @@ METRICS: dict[str, Metric] = {
     "policy/entropy": Metric(
         "nats per decision", "mean", "Entropy of the distribution of each trained decision at the sampling temperature."
     ),
-    "policy/clip_share": Metric("share", "mean", "Trained decisions whose gradient the clipping removed."),
+    "policy/clip_share": Metric(
+        "share", "mean", "Trained decisions whose gradient the clipping removed, or (cispo) whose weight it bounded."
+    ),
     "policy/ratio_mean": Metric(
         "1", "mean", "exp(log p_current − log p_old) over trained decisions; 1 at the first update."
     ),

@@ -27,6 +27,8 @@ class Objective(ABC):
     """The weight set that rollouts are sampled with."""
     resampling_rounds: int = 0
     """How often a rollout whose groups are not all `useful` is topped up with other prompts."""
+    pretraining_epochs: int = 0
+    """Passes over the stage's first rollout before its first iteration, in which `loss` is given iteration -1."""
     keeps_groups: bool = False
     """Whether the samples of a prompt must lie in one optimizer step."""
 

@@ -113,6 +113,10 @@ class Divergence:
         if samples:  # else nothing was trained on that could say how far the policy has moved
             self.controller.update(total / samples, int(samples))
 
+    def move_reference(self, policy: Policy, iteration: int) -> None:
+        """Lets the reference follow the policy after iteration `iteration` of the stage, as the settings say."""
+        self.settings.reference.follow(policy, iteration + 1)
+
     def state_dict(self) -> dict[str, Any]:
         """The controller's."""
         return self.controller.state_dict()

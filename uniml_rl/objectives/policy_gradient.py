@@ -11,17 +11,28 @@ from torch import Tensor
 from modalities.base import Cut, Need, Policy, Replay, Trajectory
 from modalities.critic import Critic
 from modalities.errors import UserError
+from modalities.trajectories import select
 from rewards.combine import RewardResult, RewardSet
+from uniml_rl.algorithms.advantages import groups_with_signal
 from uniml_rl.algorithms.aggregation import aggregate
 from uniml_rl.algorithms.settings import PolicyGradientSettings, replay_tolerance
 from uniml_rl.algorithms.surrogate import SurrogateInputs, log_ratio, sequence_log_ratio
 from uniml_rl.algorithms.value import clipped_value_loss
 from uniml_rl.engines.base import Engine
-from uniml_rl.experience import Experience, Minibatch, SegmentExperience, put, to_segment
+from uniml_rl.experience import (
+    Experience,
+    Minibatch,
+    SegmentExperience,
+    leaves,
+    put,
+    select_results,
+    to_segment,
+)
 from uniml_rl.monitor.metrics import Metrics
 from uniml_rl.objectives.base import Objective, minibatch_of_decisions
-from uniml_rl.objectives.credit import CreditAssignment
+from uniml_rl.objectives.credit import CreditAssignment, RewardPart
 from uniml_rl.objectives.divergence import Divergence, log_probs_under
+from uniml_rl.objectives.replay import ExperienceReplay
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +51,10 @@ class PolicyGradientObjective(Objective):
         self.divergence = Divergence(settings.kl) if settings.kl else None
         self.needs_reference = settings.kl is not None
         self.keeps_groups = settings.aggregation.mode == "prompt_mean"
+        self.resampling_rounds = settings.dynamic_sampling.rounds if settings.dynamic_sampling else 0
+        self.pretraining_epochs = settings.value.pretraining_epochs if settings.value else 0
+        self.replay = ExperienceReplay(settings.replay.iterations) if settings.replay else None
+        self._newest: Experience | None = None
 
     @classmethod
     def build(cls, settings: Any, critic: Critic | None, rewards: RewardSet | None) -> PolicyGradientObjective:
@@ -55,7 +70,37 @@ class PolicyGradientObjective(Objective):
                 "part that needs it: `value` (features), `entropy_coefficient`, `kl.estimator` (mean, std, prediction)."
             )
 
+        self._overlong_limit(policy)
+
+    def _overlong_limit(self, policy: Policy) -> int:
+        """The sampling limit, where the punishment of long samples needs it."""
+        overlong, limit = self.settings.overlong, getattr(policy.sampling, "max_new_tokens", 0)
+        if overlong is not None and overlong.maximum is None and not limit:
+            raise UserError(
+                f"algorithm.overlong.maximum: policy {policy.name!r} ({type(policy).__name__}) has no max_new_tokens "
+                "to take it from; give the length from which the whole factor is taken."
+            )
+        return int(limit)
+
     # -- once per rollout ------------------------------------------------------------------------------------------
+
+    def useful(self, trajectory: Trajectory, result: RewardResult) -> Tensor:
+        """Whether the prompt's samples differ in their reward; what `overlong` takes from it does not count."""
+        groups = trajectory.segments[0].group
+        groups_of_leaves = groups[trajectory.roots(len(trajectory.segments) - 1)]
+        scores = [result.total]
+        if self.settings.per_reward:
+            scores = [result.raw[name] for name, weight in result.weights.items() if weight]
+        known = [groups_with_signal(score, result.valid & score.isfinite(), groups_of_leaves) for score in scores]
+        return torch.isin(groups, torch.cat(known))
+
+    def as_trained(
+        self, policy: Policy, trajectory: Trajectory, result: RewardResult
+    ) -> tuple[Trajectory, RewardResult]:
+        if not self.resampling_rounds:
+            return trajectory, result
+        roots = self.useful(trajectory, result).nonzero().flatten()
+        return select(trajectory, roots), select_results(result, leaves(trajectory, roots))
 
     def check_replay(self, policy: Policy, trajectory: Trajectory, cut: Cut, precision: str) -> None:
         if self.settings.replay_check == "off":
@@ -90,8 +135,15 @@ class PolicyGradientObjective(Objective):
         metrics: Metrics,
     ) -> Experience:
         segments = self._replay_all(policy, trajectory, result, cuts, engine)
+        totals = result.total.detach()
+        if self.settings.overlong is not None:
+            last = trajectory.segments[-1]
+            lengths = (last.length_mask & ~last.context_mask).sum(1)
+            penalties = self.settings.overlong.penalty(lengths, self._overlong_limit(policy))
+            metrics.mean("reward/overlong_penalty", penalties, mask=result.valid)
+            totals = totals - penalties
         for index, (segment, experience) in enumerate(zip(trajectory.segments, segments, strict=True)):
-            rewards, valid = to_segment(trajectory, result.total.detach(), result.valid, index)
+            rewards, valid = to_segment(trajectory, totals, result.valid, index)
             mismatch = (experience.old_log_probs - segment.rollout_log_probs).abs()
             metrics.mean("rollout/mismatch", mismatch, mask=experience.mask)
             if self.settings.mismatch is not None:
@@ -103,8 +155,21 @@ class PolicyGradientObjective(Objective):
             if self.divergence is not None and self.divergence.from_log_probs:
                 experience.reference_log_probs = log_probs_under(policy, "reference", trajectory, index, cuts)
                 penalty = self.divergence.reward_penalty(experience)
-            self.credit.assign(experience, trajectory, index, rewards, valid, penalty, engine, metrics)
-        return Experience(trajectory, segments)
+            parts = self._parts(trajectory, result, index) if self.settings.per_reward else None
+            self.credit.assign(experience, trajectory, index, rewards, valid, penalty, engine, metrics, parts)
+        self._newest = Experience(trajectory, segments)
+        return self.replay.beside(self._newest) if self.replay else self._newest
+
+    @staticmethod
+    def _parts(trajectory: Trajectory, result: RewardResult, index: int) -> list[RewardPart]:
+        """The single rewards of a segment's rows."""
+        parts = []
+        for name, weight in result.weights.items():
+            if weight:
+                values = result.raw[name]
+                values, valid = to_segment(trajectory, values, result.valid & values.isfinite(), index)
+                parts.append(RewardPart(weight, values, valid))
+        return parts
 
     def _replay_all(
         self, policy: Policy, trajectory: Trajectory, result: RewardResult, cuts: list[Cut], engine: Engine
@@ -176,6 +241,7 @@ class PolicyGradientObjective(Objective):
         return total
 
     def _trains_critic_only(self, iteration: int) -> bool:
+        """During the warm-up, and in the passes before the first iteration, which count as iteration -1."""
         return self.settings.value is not None and iteration < self.settings.value.warm_up_iterations
 
     def _loss_needs(self, policy: Policy) -> frozenset[Need]:
@@ -204,7 +270,8 @@ class PolicyGradientObjective(Objective):
         def taken(values: Tensor) -> Tensor:
             return cut.take(values).to(log_probs.device)
 
-        ratios = log_ratio(log_probs, taken(experience.old_log_probs), mask=mask)
+        old_log_probs = taken(experience.old_log_probs)
+        ratios = log_ratio(log_probs, old_log_probs, mask=mask)
         if self.settings.ratio == "sequence":
             ratios = sequence_log_ratio(ratios, mask)
         terms = self.settings.surrogate.terms(
@@ -216,7 +283,7 @@ class PolicyGradientObjective(Objective):
                 trajectory.segments[cut.segment].log_prob_unit,
                 iteration,
                 now={need: replay.of(need) for need in self.settings.surrogate.needs},
-                old={need: taken(values) for need, values in experience.old.items()},
+                old={"log_prob": old_log_probs, **{need: taken(values) for need, values in experience.old.items()}},
             )
         )
         metrics.share("policy/clip_share", terms.clipped, mask=mask)
@@ -260,16 +327,25 @@ class PolicyGradientObjective(Objective):
     def finish_iteration(
         self, policy: Policy, experience: Experience, iteration: int, engine: Engine, metrics: Metrics
     ) -> None:
+        assert self._newest is not None
         if self.divergence is not None and not self._trains_critic_only(iteration):
-            self.divergence.finish_iteration(experience, engine, metrics)
+            self.divergence.finish_iteration(self._newest, engine, metrics)
+        if self.divergence is not None:
+            self.divergence.move_reference(policy, iteration)
+        if self.replay is not None:
+            self.replay.remember(self._newest)
+        self._newest = None
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "kl_controller": self.divergence.state_dict() if self.divergence else {},
             "running_statistics": self.credit.state_dict(),
+            "replay": self.replay.state_dict() if self.replay else {},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.divergence is not None:
             self.divergence.load_state_dict(state["kl_controller"])
         self.credit.load_state_dict(state["running_statistics"])
+        if self.replay is not None:
+            self.replay.load_state_dict(state["replay"])
