@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -80,6 +80,11 @@ class Segment:
     parent: Tensor | None = field(default=None, metadata=PARENT)  # the row of the previous segment that it continues
     kind: str = "segment"
 
+    def with_prompts_of(self, rows: Tensor) -> Segment:
+        """The same decisions, row b under the prompt of row `rows[b]` [B]."""
+        indices = [each.name for each in fields(self) if each.metadata == PROMPT_INDEX]
+        return replace(self, **{name: getattr(self, name)[rows] for name in indices})
+
     @property
     def num_rows(self) -> int:
         return self.rollout_log_probs.shape[0]
@@ -104,9 +109,6 @@ class TokenSegment(Segment):
     near_ties: int = field(default=0, metadata=TOTAL)
     """Draws whose uniform number lay within rounding of an edge of the cumulative distribution."""
     kind: str = "tokens"
-
-    def with_prompts_of(self, rows: Tensor) -> TokenSegment:
-        return replace(self, prompt_index=self.prompt_index[rows])
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -62,6 +63,15 @@ class RewardConfig(Settings):
     by sample, each within this time."""
     fade_in_iterations: int = Field(default=0, ge=0)
     """The weight rises linearly from 0 (at the stage's iteration 0) to `weight` over this many iterations."""
+
+    @property
+    def policy(self) -> str | None:
+        """The reward model of the same run that it scores with, if it is one that a stage trains."""
+        return None
+
+    def with_model(self, folder: Path) -> RewardConfig:
+        """The same reward of the model in `folder`, once the run has trained it."""
+        raise NotImplementedError
 
     def weight_at(self, iteration_in_stage: int) -> float:
         """The weight in force at an iteration of the stage."""

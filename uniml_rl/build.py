@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -14,6 +15,7 @@ from modalities.critic import Critic, CriticSettings
 from modalities.errors import did_you_mean
 from modalities.forward_process import ForwardProcessSettings
 from modalities.settings import Settings
+from rewards.base import RewardConfig
 from rewards.combine import RewardSet
 from uniml_rl.algorithms.parts import AggregationSettings
 from uniml_rl.algorithms.presets import merge_preset
@@ -342,6 +344,22 @@ class RunConfig(Settings):
         return stages
 
     @model_validator(mode="after")
+    def _reward_models_come_first(self) -> RunConfig:
+        trained: list[str] = []
+        for index, stage in enumerate(self.stages):
+            judges = stage.evaluation.rewards if stage.evaluation is not None else {}
+            for place, blocks in ((("rewards",), stage.rewards), (("evaluation", "rewards"), judges)):
+                for name, block in blocks.items():
+                    if block.policy is not None and block.policy not in trained:
+                        message = (
+                            f"must be a reward model that an earlier stage trains; there are {trained or 'none'}"
+                            f"{did_you_mean(block.policy, trained)}"
+                        )
+                        raise mistake_at(("stages", index, *place, name, "model"), message, block.policy)
+            trained.append(stage.policy)
+        return self
+
+    @model_validator(mode="after")
     def _policies_are_used(self) -> RunConfig:
         for name, block in self.policies.items():
             for number, part in enumerate(part_names(block)):
@@ -372,6 +390,21 @@ def policies_of(config: RunConfig, stages: Sequence[StageConfig]) -> set[str]:
     """The policies that these stages train, and the parts of those."""
     trained = {stage.policy for stage in stages}
     return trained | {part for name in trained for part in part_names(config.policies[name])}
+
+
+EXPORTS = "export"
+"""Folder of a run that holds every trained model, by the policy's name."""
+
+
+def build_rewards(blocks: Mapping[str, RewardConfig], device: str, run: Path) -> RewardSet | None:
+    """The rewards of a stage, None without any; reward models that the run has trained come from its exports."""
+    if not blocks:
+        return None
+    trained = {
+        name: block if block.policy is None else block.with_model(run / EXPORTS / block.policy)
+        for name, block in blocks.items()
+    }
+    return RewardSet.build(trained, device)
 
 
 def build_objective(settings: AnyAlgorithm, critic: Critic | None, rewards: RewardSet | None) -> Objective:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rich.table import Table
 from modalities.base import PolicySummary
 from modalities.errors import UserError
 from modalities.randomness import seeded_generator
+from rewards.base import RewardConfig
 from rewards.combine import RewardSet
 from uniml_rl.build import EvaluationSettings, RunConfig, StageConfig, evaluation_sampling, inspect_policy
 from uniml_rl.config import LoadedConfig, load_yaml, validate
@@ -47,13 +48,13 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> dict[str, PolicySummar
     for index, stage in enumerate(config.stages):
         place: KeyPath = ("stages", index)
         with _said_at(loaded, place):
-            _check_stage(config, stage, summaries[stage.policy])
+            _check_stage(config, stage, summaries)
         if stage.auxiliary is not None:
             with _said_at(loaded, (*place, "auxiliary")):
                 _check_records(stage.auxiliary.records, config.seed, summaries[stage.policy])
         if stage.evaluation is not None:
             with _said_at(loaded, (*place, "evaluation")):
-                _check_evaluation(config, stage, stage.evaluation, summaries[stage.policy])
+                _check_evaluation(config, stage, stage.evaluation, summaries)
             if warning := _too_few(stage.evaluation, config.seed):
                 warnings.warn(str(loaded.error((*place, "evaluation", "count"), warning)), stacklevel=2)
     return summaries
@@ -68,16 +69,37 @@ def _said_at(loaded: LoadedConfig, place: KeyPath) -> Iterator[None]:
         raise loaded.error(place, str(error)) from error
 
 
-def _check_stage(config: RunConfig, stage: StageConfig, summary: PolicySummary) -> None:
-    group_size, rewards = stage.group_size, RewardSet.build(stage.rewards, "cpu") if stage.rewards else None
-    if stage.prompts is not None and rewards is not None:
+def _check_stage(config: RunConfig, stage: StageConfig, summaries: Mapping[str, PolicySummary]) -> None:
+    summary = summaries[stage.policy]
+    group_size = stage.group_size
+    if stage.prompts is not None:
         stream = stage.prompts.build(config.seed)
-        rewards.check(summary.sample_kind, stream.first(FIRST_RECORDS))
+        _check_rewards(stage.rewards, summaries, summary, stream)
         summary.fit(_longest(stage.prompts, stream), summary.sampling)
     else:
         group_size = _check_records(stage.records, config.seed, summary)
     for kind, unit in summary.decisions:
         stage.algorithm.check(group_size=group_size, log_prob_unit=unit, kind=kind)
+
+
+def _check_rewards(
+    blocks: Mapping[str, RewardConfig],
+    summaries: Mapping[str, PolicySummary],
+    summary: PolicySummary,
+    stream: PromptStream,
+) -> None:
+    """Of reward models that the run has yet to train, only what they score is known."""
+    ready = {name: block for name, block in blocks.items() if block.policy is None}
+    if ready:
+        RewardSet.build(ready, "cpu").check(summary.sample_kind, stream.first(FIRST_RECORDS))
+    for name, block in blocks.items():
+        if block.policy is not None:
+            model = summaries[block.policy]
+            if "scores" not in dict(model.decisions) or model.sample_kind != summary.sample_kind:
+                raise UserError(
+                    f"reward {name!r}: policy {block.policy!r} ({model.model}) is no reward model for "
+                    f"{summary.sample_kind}; take one of type text_reward_model or image_text_reward_model."
+                )
 
 
 def _check_records(block: Any, seed: int, summary: PolicySummary) -> int:
@@ -88,12 +110,13 @@ def _check_records(block: Any, seed: int, summary: PolicySummary) -> int:
 
 
 def _check_evaluation(
-    config: RunConfig, stage: StageConfig, evaluation: EvaluationSettings, summary: PolicySummary
+    config: RunConfig, stage: StageConfig, evaluation: EvaluationSettings, summaries: Mapping[str, PolicySummary]
 ) -> None:
+    summary = summaries[stage.policy]
     seeded_generator(evaluation.seed)
     stream = evaluation.prompts.build(config.seed)
-    for rewards in filter(None, (stage.rewards, evaluation.rewards)):
-        RewardSet.build(rewards, "cpu").check(summary.sample_kind, stream.first(FIRST_RECORDS))
+    for rewards in (stage.rewards, evaluation.rewards):
+        _check_rewards(rewards, summaries, summary, stream)
     summary.fit(_longest(evaluation.prompts, stream), evaluation_sampling(config.policies[stage.policy], evaluation))
 
 

@@ -12,14 +12,15 @@ from typing import Any
 from modalities.base import Policy
 from modalities.critic import Critic, ValueHead
 from modalities.errors import UserError
-from rewards.combine import RewardSet
 from uniml_rl.build import (
     CRITIC,
+    EXPORTS,
     RunConfig,
     StageConfig,
     UntilSettings,
     build_objective,
     build_policy,
+    build_rewards,
     evaluation_sampling,
     part_names,
     policies_of,
@@ -177,7 +178,7 @@ class Curriculum:
 
     def _close(self, stage: OpenStage) -> None:
         """Exports the policy, moves on, and saves what later stages need."""
-        export_policy(stage.policy, self.folder / "export" / stage.config.policy)
+        export_policy(stage.policy, self.folder / EXPORTS / stage.config.policy)
         stage.rewards.close()
         if stage.evaluator is not None:
             stage.evaluator.close()
@@ -336,15 +337,17 @@ class Curriculum:
 
     def _rewards(self, config: StageConfig, index: int) -> StageRewards:
         sources = [config, *(self.config.stages[self._stage_index(r.stage)] for r in config.rehearsal)]
-        sets = [RewardSet.build(source.rewards, self.device) for source in sources if source.rewards]
-        return StageRewards(sets, config.reward_control, self.config.seed, index)
+        sets = [build_rewards(source.rewards, self.device, self.folder) for source in sources]
+        return StageRewards(
+            [rewards for rewards in sets if rewards is not None], config.reward_control, self.config.seed, index
+        )
 
     def _evaluator(self, config: StageConfig, policy: Policy, rewards: StageRewards, index: int) -> Evaluator | None:
         settings = config.evaluation
         if settings is None:
             return None
         prompts = settings.prompts.build(self.config.seed).first(settings.count)
-        judges = RewardSet.build(settings.rewards, self.device) if settings.rewards else None
+        judges = build_rewards(settings.rewards, self.device, self.folder)
         if judges is not None:
             judges.check(policy.sample_kind, prompts[:8])
         sampling = evaluation_sampling(self.config.policies[config.policy], settings)

@@ -18,8 +18,15 @@ from modalities.base import Policy, Request
 from modalities.errors import UserError, did_you_mean
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Text
-from rewards.combine import RewardSet
-from uniml_rl.build import POLICIES, RunConfig, StageConfig, build_policy, evaluation_sampling, part_names
+from uniml_rl.build import (
+    POLICIES,
+    RunConfig,
+    StageConfig,
+    build_policy,
+    build_rewards,
+    evaluation_sampling,
+    part_names,
+)
 from uniml_rl.checkpoint import MANIFEST, Checkpoint, CheckpointStore, load_checkpoint
 from uniml_rl.config import TypedBlock, load_yaml, overlay, validate
 from uniml_rl.evaluation import Evaluator, held_out_names, summary
@@ -215,8 +222,8 @@ def evaluate_from(source: str, overrides: Sequence[str] = ()) -> dict[str, float
     evaluator = Evaluator(
         policy,
         stage.evaluation.prompts.build(config.seed).first(stage.evaluation.count),
-        RewardSet.build(stage.rewards, device) if stage.rewards else None,
-        RewardSet.build(stage.evaluation.rewards, device) if stage.evaluation.rewards else None,
+        build_rewards(stage.rewards, device, Path(source)),
+        build_rewards(stage.evaluation.rewards, device, Path(source)),
         stage.evaluation,
         evaluation_sampling(config.policies[stage.policy], stage.evaluation),
         config.engine.build(),

@@ -18,6 +18,8 @@ from uniml_rl.check import check_from_yaml
 from uniml_rl.run import train_from_yaml
 
 LETTERS = "abcdefgh"
+RED = {"red": {"type": "mean_colour", "target": [1.0, 0.0, 0.0]}}
+COUNT_A = {"a": {"type": "regex", "pattern": "a", "timeout_seconds": None}}
 
 
 def write(folder: Path, policies: dict[str, Any], *stages: dict[str, Any]) -> Path:
@@ -99,11 +101,47 @@ def test_kto_learns_from_labels(tmp_path: Path, texts: dict[str, Any]) -> None:
 def test_preferences_from_the_policys_own_samples_raise_the_reward(
     algorithm: Any, tmp_path: Path, texts: dict[str, Any]
 ) -> None:
-    rewards = {"a": {"type": "regex", "pattern": "a", "timeout_seconds": None}}
-    keys = {"prompts": texts["prompts"], "group_size": 6, "rewards": rewards, "until": {"iterations": 20}}
+    keys = {"prompts": texts["prompts"], "group_size": 6, "rewards": COUNT_A, "until": {"iterations": 20}}
     train_from_yaml(write(tmp_path, writer(texts), stage("online", algorithm, **keys)), folder=tmp_path / "run")
     rewards_seen = [row["reward/mean"] for row in metrics(tmp_path / "run", "online")]
     assert sum(rewards_seen[-3:]) / 3 > sum(rewards_seen[:3]) / 3 + 0.1
+
+
+def test_a_reward_model_learns_from_pairs_and_is_the_reward_of_the_next_stage(
+    tmp_path: Path, texts: dict[str, Any]
+) -> None:
+    """The judge prefers answers without `m`; a policy that is paid by it says `m` less often."""
+    policies = writer(texts) | {"judge": {"type": "text_reward_model", "model": texts["model"]}}
+    # Prompts do not matter to it, so that one letter decides: the letter itself is good, `m` is bad.
+    learn = stage("judge", "reward_model", records=texts["preferences"], policy="judge")
+    learned = {"judge": {"type": "reward_model", "model": "policy:judge"}}
+    paid = stage("paid", "grpo", prompts=texts["prompts"], group_size=6, rewards=learned, until={"iterations": 8})
+    path = write(tmp_path, policies, learn, paid)
+    check_from_yaml(path)
+    train_from_yaml(path, folder=tmp_path / "run")
+    assert metrics(tmp_path / "run", "judge")[-1]["preference/accuracy"] == 1.0
+    scores = [row["reward/judge/raw_mean"] for row in metrics(tmp_path / "run", "paid")]
+    assert scores[-1] > scores[0]
+    train_from_yaml(path, folder=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("policy:jugde", "must be a reward model that an earlier stage trains.*did you mean 'judge'"),
+        ("policy:writer", "is no reward model for text"),
+    ],
+)
+def test_a_learned_reward_that_nothing_has_learned_is_refused(
+    model: str, message: str, tmp_path: Path, texts: dict[str, Any]
+) -> None:
+    policies = writer(texts) | {"judge": {"type": "text_reward_model", "model": texts["model"]}}
+    learn = stage("judge", "reward_model", records=texts["preferences"], policy="judge")
+    imitate = stage("imitate", "sft", records=texts["demonstrations"])
+    rewards = {"judge": {"type": "reward_model", "model": model}}
+    paid = stage("paid", "grpo", prompts=texts["prompts"], group_size=6, rewards=rewards)
+    with pytest.raises(UserError, match=message):
+        check_from_yaml(write(tmp_path, policies, learn, imitate, paid))
 
 
 def test_an_auxiliary_loss_keeps_what_was_learnt(tmp_path: Path, texts: dict[str, Any]) -> None:
@@ -213,7 +251,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
             "records": None,
             "prompts": {"type": "file", "path": "p.txt"},
             "group_size": 1,
-            "rewards": {"a": {"type": "regex", "pattern": "a"}},
+            "rewards": COUNT_A,
         },
         "sends the reward's gradient into the sample, and tokens have none",
     ),
@@ -238,7 +276,6 @@ def test_a_run_with_records_and_an_auxiliary_loss_continues_bit_for_bit(
     from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
     from uniml_rl.trainer import Trainer
 
-    rewards = {"a": {"type": "regex", "pattern": "a", "timeout_seconds": None}}
     auxiliary = {"records": texts["demonstrations"], "records_per_step": 3, "weight": 0.5}
     path = write(
         tmp_path,
@@ -249,7 +286,7 @@ def test_a_run_with_records_and_an_auxiliary_loss_continues_bit_for_bit(
             "grpo",
             prompts=texts["prompts"],
             group_size=2,
-            rewards=rewards,
+            rewards=COUNT_A,
             auxiliary=auxiliary,
             until={"iterations": 3},
         ),
