@@ -196,7 +196,7 @@ def _with_used_prompts(segment: Segment, rows: Tensor) -> Segment:
 
 def _without_padding(segment: TokenSegment) -> TokenSegment:
     columns = (segment.length_mask | segment.context_mask).any(0).nonzero()
-    width = int(columns.max()) + 1 if len(columns) else 0
+    width = int(columns.max()) + 1 if len(columns) else 1
     values = {name: value[:, :width] for name, value in _of_layout(segment, "steps")}
     if segment.prompt_mask.any():
         longest = int(segment.prompt_mask.sum(1).max())
