@@ -11,7 +11,15 @@ from torch.distributions import Categorical
 
 from uniml_rl.algorithms.aggregation import aggregate, decision_weights, local_denominator
 from uniml_rl.algorithms.mismatch import mask_mismatch, truncate_mismatch
-from uniml_rl.algorithms.surrogate import clipped_surrogate, log_ratio, sequence_log_ratio
+from uniml_rl.algorithms.surrogate import (
+    capped_weight_surrogate,
+    clipped_surrogate,
+    log_ratio,
+    penalised_surrogate,
+    score_function_surrogate,
+    sequence_log_ratio,
+)
+from uniml_rl.algorithms.token_surrogates import RangeSchedule
 
 LOW, HIGH, DUAL = 0.2, 0.3, 3.0
 
@@ -173,3 +181,101 @@ def test_an_infinite_rho_in_a_kept_row_is_capped_and_carries_no_gradient():
     correction = truncate_mismatch(old, torch.tensor([[-1000.0]]), torch.ones(1, 1, dtype=torch.bool), cap=2.0)
     assert correction.weights.item() == 2.0
     assert not correction.weights.requires_grad
+
+
+# -- without a clip ---------------------------------------------------------------------------------------------------
+
+
+def five_actions(seed):
+    """Logits of five actions, and an advantage for each action."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(5, generator=generator, requires_grad=True), torch.randn(5, generator=generator)
+
+
+def test_reinforce_is_the_gradient_of_the_expected_advantage():
+    """Summed over all actions with their probabilities, not drawn: exact."""
+    logits, worth = five_actions(0)
+    every, mask = torch.arange(5).unsqueeze(1), torch.ones(5, 1, dtype=torch.bool)
+    log_probs = Categorical(logits=logits).log_prob(every)
+    terms = score_function_surrogate(log_probs, worth.unsqueeze(1), torch.zeros(5, 1), mask)
+    found = torch.autograd.grad((logits.detach().softmax(0) * terms.loss[:, 0]).sum(), logits)[0]
+    expected = torch.autograd.grad(-(logits.softmax(0) * worth).sum(), logits)[0]
+    torch.testing.assert_close(found, expected)
+    assert not terms.clipped.any()
+
+
+def test_an_uncapped_importance_weight_is_the_off_policy_gradient():
+    """CISPO without a bound, over actions of another policy with their probabilities: the same gradient, exact."""
+    logits, worth = five_actions(1)
+    old = torch.randn(5, generator=torch.Generator().manual_seed(7))
+    every, mask = torch.arange(5).unsqueeze(1), torch.ones(5, 1, dtype=torch.bool)
+    log_probs = Categorical(logits=logits).log_prob(every)
+    ratio = log_ratio(log_probs, Categorical(logits=old).log_prob(every))
+    expected = torch.autograd.grad(-(logits.softmax(0) * worth).sum(), logits, retain_graph=True)[0]
+    for high, same in ((1e6, True), (0.5, False)):
+        terms = capped_weight_surrogate(log_probs, worth.unsqueeze(1), ratio, 0.0, high, mask)
+        loss = (old.softmax(0) * terms.loss[:, 0]).sum()
+        found = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+        assert torch.allclose(found, expected, atol=1e-6) == same
+
+
+@pytest.mark.parametrize(
+    ("ratio", "weight", "bound"),
+    [(0.1, 0.5, True), (0.5, 0.5, False), (1.0, 1.0, False), (1.9, 1.9, False), (3.0, 2.0, True)],
+)
+def test_a_capped_weight_still_has_a_gradient(ratio, weight, bound):
+    """The bounds are absolute: 2 is twice the old probability, not 1 + 2."""
+    log_prob = torch.tensor([[-0.7]], requires_grad=True)
+    log = torch.tensor([[ratio]]).log()
+    terms = capped_weight_surrogate(log_prob, torch.tensor([[-3.0]]), log, 0.5, 2.0, torch.tensor([[True]]))
+    assert terms.loss.item() == pytest.approx(3.0 * weight * -0.7)
+    assert torch.autograd.grad(terms.loss.sum(), log_prob)[0].item() == pytest.approx(3.0 * weight)
+    assert terms.clipped.item() == bound
+    assert terms.ratio.item() == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("surrogate", ["reinforce", "cispo"])
+def test_what_is_masked_has_neither_loss_nor_gradient(surrogate):
+    log_probs = torch.tensor([[-1.0, -math.inf, math.nan]], requires_grad=True)
+    advantages, mask = torch.ones(1, 3), torch.tensor([[True, False, False]])
+    if surrogate == "reinforce":
+        terms = score_function_surrogate(log_probs, advantages, torch.zeros(1, 3), mask)
+    else:
+        terms = capped_weight_surrogate(log_probs, advantages, torch.zeros(1, 3), 0.0, 5.0, mask)
+    assert terms.loss.tolist() == [[1.0, 0.0, 0.0]]
+    assert torch.autograd.grad(terms.loss.sum(), log_probs)[0].tolist() == [[-1.0, 0.0, 0.0]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(-3, 3).filter(lambda a: abs(a) > 0.1), st.floats(0.05, 0.5), st.floats(0.3, 1.0))
+def test_the_penalised_loss_is_smallest_where_its_parabola_is(advantage, epsilon, weight):
+    """The vertex lies at 1 + sign(A) epsilon / w, and -A - |A| epsilon / (2 w) high."""
+    vertex = 1 + math.copysign(epsilon / weight, advantage)
+    ratios = torch.linspace(0.02, 3.0, 4001)
+    if not 0.05 < vertex < 2.9:
+        return
+    log = ratios.log().unsqueeze(0).requires_grad_()
+    terms = penalised_surrogate(log, torch.full((1, 4001), advantage), epsilon, torch.full((1, 4001), weight))
+    assert ratios[terms.loss.argmin()].item() == pytest.approx(vertex, abs=1e-3)
+    assert terms.loss.min().item() == pytest.approx(-advantage - abs(advantage) * epsilon / (2 * weight), abs=1e-4)
+    gradient = torch.autograd.grad(terms.loss.sum(), log)[0][0]
+    beyond = (ratios - vertex).abs() > 1e-2
+    assert torch.equal(gradient[beyond].sign(), (ratios - vertex)[beyond].sign()), "far ratios are pulled back"
+
+
+def test_on_policy_all_surrogates_have_the_policy_gradient():
+    log_probs = torch.tensor([[-0.3, -1.2]], requires_grad=True)
+    ratio, advantages, mask = log_ratio(log_probs, log_probs), torch.tensor([[2.0, -0.5]]), torch.ones(1, 2).bool()
+    for terms in (
+        clipped_surrogate(ratio, advantages, 0.2, 0.2),
+        score_function_surrogate(log_probs, advantages, ratio, mask),
+        capped_weight_surrogate(log_probs, advantages, ratio, 0.0, 5.0, mask),
+        penalised_surrogate(ratio, advantages, 0.2, 1.0),
+    ):
+        gradient = torch.autograd.grad(terms.loss.sum(), log_probs, retain_graph=True)[0]
+        torch.testing.assert_close(gradient, torch.tensor([[-2.0, 0.5]]))
+
+
+def test_a_range_moves_linearly_and_then_stays():
+    schedule = RangeSchedule(final_share=0.5, iterations=10)
+    assert [schedule.share(i) for i in (0, 5, 10, 50)] == [1.0, 0.75, 0.5, 0.5]
