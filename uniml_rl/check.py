@@ -113,6 +113,11 @@ def _check_evaluation(
     config: RunConfig, stage: StageConfig, evaluation: EvaluationSettings, summaries: Mapping[str, PolicySummary]
 ) -> None:
     summary = summaries[stage.policy]
+    if "scores" in dict(summary.decisions):
+        raise UserError(
+            f"policy {stage.policy!r} is a reward model and samples nothing to evaluate; remove the block. "
+            "`preference/accuracy` of the training says how well it orders pairs that it has not seen yet."
+        )
     seeded_generator(evaluation.seed)
     stream = evaluation.prompts.build(config.seed)
     for rewards in (stage.rewards, evaluation.rewards):

@@ -61,9 +61,11 @@ def train(config: RunConfig, loaded: LoadedConfig, folder: Path) -> None:
 def next_commands(config: RunConfig, folder: Path) -> list[str]:
     """Commands that a user may want to type after a run."""
     last = config.stages[-1].policy
+    samples = [f"uniml-rl sample {folder} --prompt 'a prompt of your own'"] if config.stages[-1].prompts else []
+    evaluates = [f"uniml-rl eval {folder}"] if any(stage.evaluation for stage in config.stages) else []
     return [
-        f"uniml-rl sample {folder} --prompt 'a prompt of your own'",
-        f"uniml-rl eval {folder}",
+        *samples,
+        *evaluates,
         f"uniml-rl export {folder} --policy {last} --to exported/{last}",
         f"tensorboard --logdir {folder}",
     ]

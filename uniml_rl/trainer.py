@@ -253,7 +253,8 @@ class Trainer:
             metrics.last(f"reward/{name}/weight", result.weights[name])
             metrics.sum(f"reward/{name}/failures", float(sum(result.failures[name].values())))
         measure_rollout(metrics, trajectory)
-        measure_samples(metrics, samples, trajectory.segments[-1].group.tolist())
+        if isinstance(self.source, PromptStream):  # lengths and diversity of given samples are not the policy's
+            measure_samples(metrics, samples, trajectory.segments[-1].group.tolist())
         decisions = sum(int(segment.length_mask.sum()) for segment in trajectory.segments)
         metrics.rate("throughput/samples_per_second", len(samples), seconds)
         metrics.rate("throughput/decisions_per_second", decisions, seconds)

@@ -231,6 +231,31 @@ def test_the_gradient_of_a_reward_raises_it(tmp_path: Path, images: dict[str, An
     assert rewards[-1] > rewards[0] + 0.02
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"algorithm": "dpo"}, "the scores of a reward model have none"),
+        (
+            {"algorithm": "sft", "records": "demonstrations"},
+            "this policy makes scores. A reward model learns by algorithm: reward_model",
+        ),
+        (
+            {"evaluation": {"rewards": COUNT_A}},
+            "'writer' is a reward model and samples nothing to evaluate",
+        ),
+    ],
+)
+def test_a_reward_model_is_trained_by_nothing_else(
+    keys: dict[str, Any], message: str, tmp_path: Path, texts: dict[str, Any]
+) -> None:
+    block = stage("x", "reward_model", records=texts["preferences"]) | keys
+    block["records"] = texts[keys.get("records", "preferences")]
+    if "evaluation" in block:
+        block["evaluation"] = {"prompts": texts["prompts"], **block["evaluation"]}
+    with pytest.raises(UserError, match=message):
+        check_from_yaml(write(tmp_path, {"writer": {"type": "text_reward_model", "model": texts["model"]}}, block))
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "records for a learner from rollouts": ({"algorithm": "grpo"}, "algorithm 'grpo' learns from prompts"),
     "prompts for a learner from records": (

@@ -38,6 +38,9 @@ class AlgorithmSettings(Settings):
     learns_from: ClassVar[frozenset[LearnsFrom]] = frozenset({"rollouts"})
     """Its own rollouts, given records, or either."""
 
+    kinds: ClassVar[frozenset[str]] = frozenset({"tokens", "denoising"})
+    """Decisions that it can train."""
+
     name: str
     """The preset."""
     epochs: int = Field(default=1, ge=1)
@@ -63,6 +66,11 @@ class AlgorithmSettings(Settings):
     def check(self, group_size: int | None, log_prob_unit: LogProbUnit | None = None, kind: str | None = None) -> None:
         """Raises UserError where the algorithm does not fit the group size (or a record's number of samples) or, where
         they are known, a segment's unit of log-probs and its kind ("tokens", "denoising")."""
+        if kind is not None and kind not in self.kinds:
+            raise UserError(
+                f"algorithm {self.name!r} trains {' or '.join(sorted(self.kinds))}, but this policy makes {kind}. "
+                + ("A reward model learns by algorithm: reward_model." if kind == "scores" else "Choose another one.")
+            )
         if self.compares_groups and group_size is not None and group_size < 2:
             raise UserError(
                 f"algorithm {self.name!r} compares the samples of a prompt with each other, but the group size is "
@@ -265,6 +273,8 @@ PreferenceLoss = Annotated[LogisticLoss | SquareLoss, Field(discriminator="type"
 class PreferenceSettings(AlgorithmSettings):
     """Learns from pairs: given ones, or the best and the worst of the policy's own samples of a prompt."""
 
+    kinds: ClassVar[frozenset[str]] = frozenset({"tokens", "denoising", "scores"})
+
     learns_from: ClassVar[frozenset[LearnsFrom]] = frozenset({"rollouts", "records"})
 
     objective: Literal["preference"] = "preference"
@@ -279,6 +289,14 @@ class PreferenceSettings(AlgorithmSettings):
     @property
     def compares_groups(self) -> bool:
         return True
+
+    def check(self, group_size: int | None, log_prob_unit: LogProbUnit | None = None, kind: str | None = None) -> None:
+        super().check(group_size, log_prob_unit, kind)
+        if kind == "scores" and not self.reference_free:
+            raise UserError(
+                f"algorithm {self.name!r} pulls to a reference, and the scores of a reward model have none. Use "
+                "algorithm: reward_model, or reference_free: true."
+            )
 
 
 class KTOSettings(AlgorithmSettings):
@@ -414,7 +432,11 @@ class ForwardProcessAlgorithmSettings(AlgorithmSettings):
 
 
 AnyAlgorithm = Annotated[
-    PolicyGradientSettings | SupervisedSettings | PreferenceSettings | KTOSettings | RewardGradientSettings
+    PolicyGradientSettings
+    | SupervisedSettings
+    | PreferenceSettings
+    | KTOSettings
+    | RewardGradientSettings
     | ForwardProcessAlgorithmSettings,
     Field(discriminator="objective"),
 ]
