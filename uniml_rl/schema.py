@@ -195,7 +195,8 @@ def field_options(field: FieldInfo) -> list[Option]:
 
 def describe(allowed: Sequence[Option]) -> str:
     """What a field allows, in words: `a whole number >= 1 or null`."""
-    words = [word for option in allowed if get_origin(option.kind) is Literal for word in get_args(option.kind)]
+    literals = [option.kind for option in allowed if get_origin(option.kind) is Literal]
+    words = list(dict.fromkeys(word for kind in literals for word in get_args(kind)))
     others = [_describe(option) for option in allowed if get_origin(option.kind) is not Literal]
     literal = [f"one of {', '.join(map(_word, words))}" if len(words) > 1 else _word(words[0])] if words else []
     return " or ".join(dict.fromkeys(literal + others)) or "anything"

@@ -33,16 +33,29 @@ def test_a_resolved_algorithm_survives_being_written_down_and_read_again(name):
 def test_the_rows_of_the_table():
     rows = {name: row for name in PRESETS if isinstance(row := resolve_algorithm(name), PolicyGradientSettings)}
     parts = {
-        name: (row.advantage.type, row.aggregation.mode, row.kl and (row.kl.estimator, row.kl.placement))
+        name: (row.advantage.type, row.surrogate.type, row.aggregation.mode, row.kl and row.kl.estimator)
         for name, row in rows.items()
     }
-    assert parts == {
-        "ppo": ("gae", "token_mean", ("k1", "reward")),
-        "grpo": ("group", "sequence_mean_token_mean", ("k2", "loss")),
-        "ddpo": ("running_prompt", "token_mean", None),
-        "flow_grpo": ("group", "token_mean", ("gaussian", "loss")),
+    expected = {
+        "ppo": ("gae", "ppo_clip", "token_mean", "k1"),
+        "ppo_dual_clip": ("gae", "ppo_clip", "token_mean", "k1"),
+        "grpo": ("group", "ppo_clip", "sequence_mean_token_mean", "k2"),
+        "reinforce": ("batch", "reinforce", "sequence_mean_token_sum", None),
+        "rloo": ("leave_one_out", "reinforce", "sequence_mean_token_sum", "k1"),
+        "reinforce_plus_plus": ("returns", "ppo_clip", "token_mean", "k1"),
+        "reinforce_plus_plus_baseline": ("returns", "ppo_clip", "token_mean", "k2"),
+        "dr_grpo": ("group", "ppo_clip", "sequence_mean_token_sum", None),
+        "dapo": ("group", "ppo_clip", "token_mean", None),
+        "gspo": ("group", "ppo_clip", "sequence_mean_token_mean", None),
+        "cispo": ("group", "cispo", "token_mean", None),
+        "drpo": ("group", "drpo", "token_mean", None),
+        "ddpo": ("running_prompt", "ppo_clip", "token_mean", None),
+        "flow_grpo": ("group", "ppo_clip", "token_mean", "gaussian"),
     }
-    assert (rows["ppo"].value is None, rows["grpo"].value) == (False, None)
+    assert {name: parts[name] for name in expected} == expected
+    assert {name for name, row in rows.items() if row.value is not None} == {"ppo", "ppo_dual_clip"}
+    assert {name for name, row in rows.items() if row.ratio == "sequence"} == {"gspo"}
+    assert {name for name, row in rows.items() if row.dynamic_sampling or row.overlong} == {"dapo"}
 
 
 def test_overrides_reach_their_key_and_leave_the_others():
@@ -56,7 +69,7 @@ def test_overrides_reach_their_key_and_leave_the_others():
 
 def test_a_changed_type_replaces_its_block():
     settings = resolve_algorithm({"name": "ddpo", "advantage": {"type": "leave_one_out"}})
-    assert settings.advantage.model_dump() == {"type": "leave_one_out", "clip": None}
+    assert settings.advantage.model_dump() == {"type": "leave_one_out", "clip": None, "whiten": False}
 
 
 def test_null_removes_a_part():
@@ -79,9 +92,9 @@ class Stage(Settings):
 @pytest.mark.parametrize(
     ("block", "fragments"),
     [
-        ("gpro", ["algorithm: ", "name 'gpro'", "grpo, ipo", "did you mean 'grpo'"]),
-        ({"name": "gpro"}, ["algorithm: name 'gpro'", "did you mean 'grpo'"]),
-        ({}, ["algorithm: name None", "ddpo, diffusion_dpo"]),
+        ("grop", ["algorithm: ", "name 'grop'", "grpo, gspo, ipo", "did you mean 'grpo'"]),
+        ({"name": "grop"}, ["algorithm: name 'grop'", "did you mean 'grpo'"]),
+        ({}, ["algorithm: name None", "dapo, ddpo, diffusion_dpo"]),
         ([], ["algorithm: []", "a block with a name"]),
         ({"name": ["grpo"]}, ["name ['grpo']"]),
         ({"name": "grpo", "surogate": {}}, ["algorithm.surogate", "did you mean 'surrogate'"]),
@@ -90,8 +103,49 @@ class Stage(Settings):
         ({"name": "grpo", "surrogate": {"low": -1}}, ["algorithm.surrogate.low: -1"]),
         ({"name": "grpo", "advantage": {"scale": "std"}}, ["algorithm.advantage.scale: std", "'group_std'"]),
         ({"name": "grpo", "advantage": {"type": "grup"}}, ["algorithm.advantage.type: grup", "did you mean 'group'"]),
-        ({"name": "grpo", "advantage": {"gamma": 1}}, ["algorithm.advantage.gamma", "scale, epsilon, clip"]),
-        ({"name": "grpo", "advantage": {"lambda": 1}}, ["algorithm.advantage.lambda", "scale, epsilon, clip"]),
+        ({"name": "grpo", "advantage": {"gama": 1}}, ["algorithm.advantage.gama", "scale, normalisation, epsilon"]),
+        (
+            {"name": "grpo", "advantage": {"gamma": 1}},
+            ["algorithm.advantage", "gamma: ", "no critic to bootstrap from"],
+        ),
+        ({"name": "rloo", "advantage": {"lambda": 1}}, ["algorithm.advantage", "lambda: ", "no critic to bootstrap"]),
+        ({"name": "reinforce_plus_plus", "advantage": {"lambda": 1}}, ["lambda: ", "'returns' has no critic"]),
+        ({"name": "reinforce", "epochs": 2}, ["'reinforce' with epochs x minibatches = 2", "cispo is this one"]),
+        ({"name": "rloo", "minibatches": 3}, ["'reinforce' with epochs x minibatches = 3", "after the first update"]),
+        ({"name": "reinforce", "replay": {"iterations": 1}}, ["'reinforce' with replay", "cispo is this one"]),
+        ({"name": "reinforce", **SEQUENCE}, ["ratio: sequence with surrogate 'reinforce'", "reads no ratio"]),
+        ({"name": "drpo", **SEQUENCE}, ["surrogate.weight: old_probability", "Use one"]),
+        ({"name": "gspo", "aggregation": {"mode": "token_mean"}}, ["ratio: sequence", "long samples would dominate"]),
+        ({"name": "cispo", "surrogate": {"low": 5.0}}, ["low 5.0 is not below high 5.0"]),
+        (
+            {"name": "cispo", "surrogate": {"low": 1, "high": 2, "schedule": {"final_share": 0.4, "iterations": 9}}},
+            ["low 1.0 is not below high 0.8"],
+        ),
+        ({"name": "ppo", "replay": {"iterations": 1}}, ["replay with a critic"]),
+        (
+            {"name": "grpo", "replay": {"iterations": 1}, "kl": {"reference": {"type": "refreshed", "every": 2}}},
+            ["replay with a reference that moves"],
+        ),
+        ({"name": "grpo", "kl": {"reference": {"type": "refreshed"}}}, ["algorithm.kl.reference.every", "required"]),
+        ({"name": "grpo", "kl": {"reference": {"decay": 0.9}}}, ["algorithm.kl.reference.type", "one of 'fixed', 'refreshed', 'moving_average'"]),
+        (
+            {"name": "reinforce", "dynamic_sampling": {"rounds": 2}},
+            ["dynamic_sampling with advantage.type 'batch'", "group or leave_one_out"],
+        ),
+        ({"name": "dapo", "dynamic_sampling": {"rounds": 0}}, ["algorithm.dynamic_sampling.rounds: 0"]),
+        ({"name": "dapo", "overlong": {"maximum": 3, "buffer": 4}}, ["buffer 4 is longer than the maximum 3"]),
+        (
+            {
+                "name": "grpo",
+                "advantage": {"normalisation": "per_reward"},
+                "kl": {"estimator": "k1", "placement": "reward"},
+            },
+            ["per_reward", "no total that the KL could be subtracted from", "kl.placement: loss"],
+        ),
+        (
+            {"name": "dapo", "advantage": {"normalisation": "per_reward"}},
+            ["no total that overlong could be subtracted"],
+        ),
         ({"name": "ppo", "advantage": {"lambda_": 1}}, ["algorithm.advantage.lambda_", "did you mean 'lambda'"]),
         ({"name": "ddpo", "advantage": {"min_count": 17}}, ["min_count 17", "buffer_size 16"]),
         ({"name": "ppo", "value": None}, ["gae needs a critic", "`value` block"]),
@@ -135,6 +189,15 @@ def test_a_wrong_block_in_a_file_is_answered_with_the_key_the_value_and_the_way_
             "ratio: sequence is for tokens",
         ),
         ({"name": "ddpo", "entropy_coefficient": 0.1}, {"kind": "denoising"}, "no gradient"),
+        ({"name": "dapo"}, {"kind": "denoising"}, "no length to punish"),
+        ({"name": "dapo"}, {"group_size": 1}, "group size is 1"),
+        ({"name": "reinforce_plus_plus_baseline"}, {"group_size": 1}, "group size is 1"),
+        ({"name": "drpo"}, {"kind": "denoising"}, "a density, not a probability"),
+        (
+            {"name": "drpo", "surrogate": {"weight": "one"}},
+            {"log_prob_unit": "element_sum", "kind": "denoising"},
+            "algorithm.surrogate.epsilon",
+        ),
     ],
 )
 def test_an_algorithm_that_does_not_fit_the_segment_is_refused(block, facts, fragment):
@@ -153,6 +216,11 @@ def test_an_algorithm_that_does_not_fit_the_segment_is_refused(block, facts, fra
         ({"name": "grpo", "advantage": {"type": "batch"}}, (1, "token", "tokens")),
         ({"name": "ddpo", "surrogate": {"low": 1.0}}, (1, "element_sum", "denoising")),
         ({"name": "grpo", "entropy_coefficient": 0.1, **SEQUENCE}, (2, "token", "tokens")),
+        ({"name": "reinforce_plus_plus"}, (1, "token", "tokens")),
+        ({"name": "reinforce"}, (1, "element_sum", "denoising")),
+        ({"name": "drpo", "surrogate": {"weight": "one"}}, (2, "element_mean", "denoising")),
+        ({"name": "dapo", "overlong": None}, (2, "element_mean", "denoising")),
+        ({"name": "cispo", "replay": {"iterations": 2}, "epochs": 2}, (2, "token", "tokens")),
     ],
 )
 def test_an_algorithm_that_fits_is_let_through(block, facts):
