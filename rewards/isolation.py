@@ -140,31 +140,36 @@ class RewardProcess:
 
 
 def serve(handle: int) -> None:
-    """The process's side: builds the reward, then answers each request with its scores or with the exception."""
+    """The process's side: builds the reward, then answers each request with its scores or with the exception.
+
+    It ends silently when the parent is gone.
+    """
     connection = Connection(handle)
     try:
-        reward = pickle.loads(connection.recv_bytes()).build("cpu")
-    except Exception as error:
-        _send(connection, error_reply(error))
-        return
-    _send(connection, ("ok", None))
-    while True:
+        config = pickle.loads(connection.recv_bytes())
         try:
-            samples, prompts, seconds = pickle.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            return
-        # Should the parent be gone when the time is up, nobody else would end this process.
-        faulthandler.dump_traceback_later(seconds + _GRACE_SECONDS, exit=True)
-        try:
-            with torch.no_grad():
-                reply = ("ok", reward.score(samples, prompts).float().tolist())
+            reward = config.build("cpu")
         except Exception as error:
-            reply = error_reply(error)
-        faulthandler.cancel_dump_traceback_later()
-        try:
-            _send(connection, reply)
-        except OSError:
+            _send(connection, error_reply(error))
             return
+        _send(connection, ("ok", None))
+        while True:
+            _answer(connection, reward)
+    except (EOFError, OSError):  # every failure of the reward itself is a reply
+        return
+
+
+def _answer(connection: Connection, reward: Any) -> None:
+    samples, prompts, seconds = pickle.loads(connection.recv_bytes())
+    # Should the parent be gone when the time is up, nobody else would end this process.
+    faulthandler.dump_traceback_later(seconds + _GRACE_SECONDS, exit=True)
+    try:
+        with torch.no_grad():
+            reply = ("ok", reward.score(samples, prompts).float().tolist())
+    except Exception as error:
+        reply = error_reply(error)
+    faulthandler.cancel_dump_traceback_later()
+    _send(connection, reply)
 
 
 def error_reply(error: Exception) -> tuple[str, Any]:

@@ -1,10 +1,14 @@
 """The weighted sum and its failures: every invariant on rewards small enough to be their own closed form."""
 
 import logging
+import os
+import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -268,3 +272,56 @@ def test_state_is_kept_by_name():
     assert fresh.state_dict() == {"calls": 1}
     with pytest.raises(ValueError, match=r"\['a', 'b'\]"):
         RewardSet({"a": (RewardConfig(), fresh)}).load_state_dict(old.state_dict())
+
+
+@pytest.mark.parametrize("killed_while", ["building", "scoring"])
+def test_the_process_of_a_reward_ends_silently_when_its_parent_is_killed(tmp_path: Path, killed_while: str) -> None:
+    (tmp_path / "slow_reward.py").write_text(
+        textwrap.dedent(
+            """
+            import os, time
+            import torch
+            from pathlib import Path
+            from rewards.base import Reward, RewardConfig
+
+            HERE = Path(__file__).parent
+
+            def wait_for_the_end_of_the_parent():
+                (HERE / "waiting").touch()
+                while not (HERE / "killed").exists():
+                    time.sleep(0.01)
+
+            class SlowConfig(RewardConfig):
+                def build(self, device):
+                    if os.environ["KILLED_WHILE"] == "building":
+                        wait_for_the_end_of_the_parent()
+                    return Slow()
+
+            class Slow(Reward):
+                kinds = frozenset({"text"})
+
+                def score(self, samples, prompts):
+                    wait_for_the_end_of_the_parent()
+                    return torch.zeros(len(samples))
+            """
+        )
+    )
+    program = (
+        "from modalities.samples import Prompt, Text; from rewards.isolation import RewardProcess\n"
+        "from slow_reward import SlowConfig\n"
+        "RewardProcess(SlowConfig()).score([Text('a', 1, True)], [Prompt('p', 0)], 60.0)\n"
+    )
+    environment = {
+        **os.environ,
+        "KILLED_WHILE": killed_while,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+    }
+    parent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=environment)
+    while not (tmp_path / "waiting").exists():
+        assert parent.poll() is None, parent.communicate()
+        time.sleep(0.01)
+    parent.kill()
+    parent.wait()
+    (tmp_path / "killed").touch()
+    assert parent.stderr is not None
+    assert parent.stderr.read() == ""  # to its end: the process has ended too
