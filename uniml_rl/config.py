@@ -14,7 +14,7 @@ from pydantic_core import core_schema
 
 from modalities.errors import UserError, did_you_mean
 from uniml_rl.schema import Option, TypedBlock, describe, example, field_options, keys_of, options, typed_block
-from uniml_rl.yaml_files import KeyPath, LoadedConfig, dump_yaml, inline_yaml, load_yaml, overlay
+from uniml_rl.yaml_files import COMMAND_LINE, KeyPath, LoadedConfig, dump_yaml, inline_yaml, load_yaml, overlay
 
 __all__ = [
     "LoadedConfig",
@@ -42,8 +42,20 @@ def validate(schema: type[Schema], loaded: LoadedConfig) -> Schema:
         found = _problems(error, schema, loaded.values)
     if not found:
         return config
-    lines = [str(loaded.error(path, message)) for path, message in found]
+    lines = [str(loaded.error(path, message + _meant(loaded, path))) for path, message in found]
     raise UserError(lines[0] if len(lines) == 1 else "\n  ".join([f"{loaded.path}: {len(lines)} problems", *lines]))
+
+
+def _meant(loaded: LoadedConfig, path: KeyPath) -> str:
+    """For a mistake in a block that only overrides have made: the neighbour that they may have meant."""
+    for length in range(1, len(path)):
+        *above, name = path[:length]
+        block: Any = loaded.values
+        for key in above:
+            block = block[key]
+        if loaded.where(path[:length]) == COMMAND_LINE and isinstance(block, Mapping) and isinstance(name, str):
+            return did_you_mean(name, [key for key in block if loaded.where((*above, key)) != COMMAND_LINE])
+    return ""
 
 
 def _problems(error: ValidationError, schema: type[BaseModel], values: Any) -> list[tuple[KeyPath, str]]:

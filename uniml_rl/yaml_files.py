@@ -34,6 +34,8 @@ import yaml
 from modalities.errors import UserError, did_you_mean
 
 KeyPath = tuple[str | int, ...]
+DEEPEST = 64
+"""Levels of a YAML file; blocks in blocks without end are a mistake, and reading them would end in a RecursionError."""
 COMMAND_LINE = "command line"
 
 
@@ -180,6 +182,8 @@ def _parse(text: str, source: str) -> Located | None:
         loader = _Loader(text)
         node = loader.get_single_node()
         return None if node is None else _TreeBuilder(loader, source).build(node, node)
+    except RecursionError:
+        raise UserError(f"{source}: blocks are nested more than {DEEPEST} levels deep.") from None
     except yaml.reader.ReaderError as error:
         raise UserError(f"{source}: not a YAML text: {error.reason} at character {error.position}.") from None
     except yaml.MarkedYAMLError as error:
@@ -205,6 +209,8 @@ class _TreeBuilder:
     def build(self, node: yaml.Node, key: yaml.Node) -> Located:
         if id(node) in self.open:
             raise UserError(f"{self.where(key)}: an anchor is used inside itself.")
+        if len(self.open) >= DEEPEST:
+            raise UserError(f"{self.where(key)}: blocks are nested more than {DEEPEST} levels deep.")
         self.open.append(id(node))
         if isinstance(node, yaml.MappingNode):
             value: Any = self.mapping(node)

@@ -304,11 +304,14 @@ UNREADABLE = {
     "base: run.yaml\n": ["run.yaml:1", "circle: run.yaml -> run.yaml"],
     "base: circle.yaml\n": ["circle: run.yaml -> circle.yaml -> run.yaml"],
     "base: {a: b}\n": ["run.yaml:1", "base", "name of a YAML file"],
+    "a: " + 900 * "[" + 900 * "]" + "\n": ["run.yaml", "nested more than 64 levels deep"],
+    "a: " + 3000 * "{a: " + "1" + 3000 * "}" + "\n": ["run.yaml", "nested more than 64 levels deep"],
+    "a: " + 70 * "[" + 70 * "]" + "\n": ["run.yaml:1", "nested more than 64 levels deep"],
     "base: .\n": ["run.yaml:1", "cannot read"],
 }
 
 
-@pytest.mark.parametrize("text", UNREADABLE)
+@pytest.mark.parametrize("text", UNREADABLE, ids=lambda text: repr(text[:20]))
 def test_an_unreadable_file_is_one_message_with_the_line(write: Any, text: str) -> None:
     write("a: 1\n", "base.yaml")
     write("base: ./run.yaml\n", "circle.yaml")
@@ -358,6 +361,7 @@ WRONG_OVERRIDES = {
     "stages.first.speakers.one.volum=3": ["one.volum: unknown key; allowed here: volume, repeats; did you mean"],
     "stages.first.speakers.one.type=lod": ["one.type: lod: must be one of loud, quiet", "did you mean 'loud'?"],
     "stages.first.speakers.two.volume=0.5": ["stages.first.speakers.two.type: required: one of loud, quiet"],
+    "stages.first.speakers.ome.volume=0.5": ["speakers.ome.type: required", "; did you mean 'one'?"],
     "stages.first.speakers.two=loud": ["stages.first.speakers.two: loud: must be a block whose `type` is one of"],
     "stages.first.speakers.two.type=nowhere:X": ["two.type: nowhere:X: there is no module 'nowhere'"],
     f"stages.first.speakers.two.type={HERE}:Lod": ["two.type", "did you mean 'Loud'?"],
