@@ -87,5 +87,15 @@ def test_an_error_inside_passes_through_and_the_bars_stop() -> None:
         pass  # a second display would fail if the first were still live
 
 
+def test_after_a_resume_the_time_left_waits_for_an_iteration_that_says_something() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with Progress(console) as progress:
+        progress.start_stage("a", 0, 1, iterations=9, done=4)
+        progress.advance(5, METRICS)
+        progress.advance(6, METRICS)
+    first, second = console.file.getvalue().splitlines()[1:]  # type: ignore[attr-defined]
+    assert "left" not in first and second.endswith("0:00 left")
+
+
 def test_durations() -> None:
     assert [_duration(s) for s in (-3, 0.4, 61, 3599.6, 36061)] == ["0:00", "0:00", "1:01", "1:00:00", "10:01:01"]

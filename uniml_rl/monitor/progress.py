@@ -39,6 +39,7 @@ class Progress:
         self._iterations: int | None = None
         self._last_advance: float | None = None
         self._durations: list[float] = []
+        self._resumed = False
 
     def __enter__(self) -> Progress:
         if self._bars is not None:
@@ -59,7 +60,7 @@ class Progress:
         self.activity("")
         self._stage = f"{name} {index + 1}/{stages}"
         self._iterations = iterations
-        self._last_advance, self._durations = None, []
+        self._last_advance, self._durations, self._resumed = None, [], done > 0
         if self._bars is not None:
             self._task = self._bars.add_task(
                 self._stage, total=iterations, completed=done, figures=self._count(done), activity=""
@@ -88,11 +89,16 @@ class Progress:
         self._print(message)
 
     def _seconds_each(self, metrics: Mapping[str, float]) -> float | None:
-        """Mean seconds of an iteration of this stage so far, with what happened between two of them."""
+        """Mean seconds of an iteration of this stage so far, with what happened between two of them.
+
+        The first iteration after a resume starts processes and warms up; it says nothing of the others.
+        """
         now = time.monotonic()
         if self._last_advance is not None:
             self._durations.append(now - self._last_advance)
-        elif "time/iteration" in metrics:  # before the first one lies the first evaluation, which does not come again
+        elif (
+            "time/iteration" in metrics and not self._resumed
+        ):  # before the first one lies the first evaluation, which does not come again
             self._durations.append(metrics["time/iteration"])
         self._last_advance = now
         return sum(self._durations) / len(self._durations) if self._durations else None
