@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from modalities.base import Policy, Request
 from modalities.errors import UserError, did_you_mean
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Text
+from modalities.sources import loading
 from uniml_rl.build import (
     POLICIES,
+    EvaluationSettings,
     RunConfig,
     StageConfig,
     build_policy,
@@ -32,11 +36,15 @@ from uniml_rl.config import TypedBlock, load_yaml, overlay, validate
 from uniml_rl.evaluation import Evaluator, held_out_names, summary
 from uniml_rl.export import export_policy
 from uniml_rl.monitor.progress import make_console
-from uniml_rl.monitor.samples import save_samples, shown_text
+from uniml_rl.monitor.samples import save_each, save_samples, shown_text
 from uniml_rl.monitor.tables import printable_lines
 from uniml_rl.run import CONFIG_FILE
 
-_MODEL_FILES = {"model_index.json": "image", "config.json": "text"}
+_MODEL_FILES = {
+    "model_index.json": ("_class_name", {"WanPipeline": "video"}, "image"),
+    "config.json": ("model_type", {"musicgen": "audio"}, "text"),
+}
+"""By file: the key that says what the model is, the type of policy for its values, and for any other value."""
 _SEED_STAGE = -1
 
 
@@ -171,28 +179,49 @@ def sample_from(
         trajectory = model.rollout(requests, sampling)
         samples = model.decode(trajectory)
     prompts_of_samples = trajectory.leaf_prompts()
-    path = save_samples(target, f"seed-{seed}", samples, prompts_of_samples, {}, rows=len(chosen))
+    each = _fresh_folder(target, f"seed-{seed}")
+    save_each(each, samples, prompts_of_samples)
+    path = save_samples(target, each.name, samples, prompts_of_samples, {}, rows=len(chosen))
     console = make_console()
     for prompt, drawn in zip(prompts_of_samples, samples, strict=True):
         if isinstance(drawn, Text):
             console.print(Styled("\n".join(printable_lines(prompt.text)), style="bold"), soft_wrap=True)
             console.print(Styled("\n".join(f"  {line}" for line in printable_lines(shown_text(drawn)))), soft_wrap=True)
-    console.print(f"{len(samples)} sample{'s' * (len(samples) != 1)}: [bold]{path}[/]", soft_wrap=True)
+    count = f"{len(samples)} sample{'s' * (len(samples) != 1)}"
+    console.print(f"{count}: [bold]{path}[/], each by itself in {each}", soft_wrap=True)
     return path
 
 
+def _fresh_folder(parent: Path, name: str) -> Path:
+    """A new folder `name`, or `name-2` ... where files of an earlier call are."""
+    numbered = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    files = ("", ".md", ".png")
+    free = next(name for name in numbered if not any((parent / f"{name}{ending}").exists() for ending in files))
+    (parent / free).mkdir(parents=True)
+    return parent / free
+
+
 def _plain_model(folder: Path) -> Policy:
-    kinds = [kind for file, kind in _MODEL_FILES.items() if (folder / file).is_file()]
-    if not kinds:
+    kind = _kind_of_model(folder)
+    if kind is None:
         state = f"has none of {CONFIG_FILE}, {MANIFEST}, {', '.join(_MODEL_FILES)}"
         raise UserError(
             f"{folder} {state if folder.exists() else 'does not exist'}: expected a run's folder, a checkpoint or a "
             f"model's folder{_nearest_run(folder)}"
         )
-    block = {"type": kinds[0], "model": str(folder)}
-    config = TypedBlock(POLICIES, "policy").import_class(kinds[0]).model_validate(block)
+    config = TypedBlock(POLICIES, "policy").import_class(kind).model_validate({"type": kind, "model": str(folder)})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return config.build("sampled", device, 0)  # type: ignore[attr-defined]
+
+
+def _kind_of_model(folder: Path) -> str | None:
+    """The type of the policy that a model's folder is for, by what its configuration says of it."""
+    for file, (key, kinds, otherwise) in _MODEL_FILES.items():
+        if (folder / file).is_file():
+            with loading(str(folder)):
+                stated = json.loads((folder / file).read_text(encoding="utf-8")).get(key)
+            return kinds.get(str(stated), otherwise)
+    return None
 
 
 def _override_sampling(sampling: Any, overrides: Sequence[str]) -> Any:
@@ -203,29 +232,52 @@ def _override_sampling(sampling: Any, overrides: Sequence[str]) -> Any:
     return validate(type(sampling), overlay(sampling.model_dump(by_alias=True), overrides, "sampling"))
 
 
-def evaluate_from(source: str, overrides: Sequence[str] = ()) -> dict[str, float]:
-    """Evaluates a run's newest weights (or the initial weights of a YAML file) on the held-out prompts of the last
-    stage begun; prints and returns the mean of each reward."""
+def evaluate_from(source: str, overrides: Sequence[str] = ()) -> dict[str, dict[str, float]]:
+    """Evaluates a run's newest weights (or the initial weights of a YAML file) on the held-out prompts of every stage
+    begun; prints and returns the mean of each reward, by stage. A stage that cannot be evaluated is named.
+
+    Raises UserError if there is none that can.
+    """
     if Path(source).is_file():
         config = validate(RunConfig, load_yaml(source, overrides))
-        stage = next((s for s in reversed(config.stages) if s.evaluation is not None), config.stages[-1])
-        policy = build_policy(config, stage.policy, config.engine.resolve_device())
+        begun = config.stages
+        build: Callable[[str], Policy] = partial(build_policy, config, device=config.engine.resolve_device())
     else:
         run = open_run(source, overrides)
-        config, stage = run.config, run.last_stage()
-        policy = run.build(stage.policy)
-    if stage.evaluation is None:
-        raise UserError(
-            f"{source}: stage {stage.name!r} has no `evaluation` block, so there is nothing to evaluate on."
-        )
+        config, build = run.config, run.build
+        begun = config.stages[: config.stages.index(run.last_stage()) + 1]
+    console, means, problems = make_console(), dict[str, dict[str, float]](), list[str]()
+    for stage in begun:
+        try:
+            if stage.evaluation is None:
+                raise UserError(f"stage {stage.name!r} has no `evaluation` block, so there is nothing to evaluate on.")
+            policy = build(stage.policy)
+            means[stage.name] = _evaluate_stage(source, config, stage, stage.evaluation, policy, console)
+        except UserError as error:
+            problems.append(str(error))
+    if not means:
+        raise UserError(f"{source}: {' '.join(problems)}")
+    for problem in problems:
+        console.print(Styled(f"not evaluated: {problem}", style="yellow"), soft_wrap=True)
+    return means
+
+
+def _evaluate_stage(
+    source: str,
+    config: RunConfig,
+    stage: StageConfig,
+    settings: EvaluationSettings,
+    policy: Policy,
+    console: Console,
+) -> dict[str, float]:
     device = config.engine.resolve_device()
     evaluator = Evaluator(
         policy,
-        stage.evaluation.prompts.build(config.seed).first(stage.evaluation.count),
+        settings.prompts.build(config.seed).first(settings.count),
         build_rewards(stage.rewards, device, Path(source)),
-        build_rewards(stage.evaluation.rewards, device, Path(source)),
-        stage.evaluation,
-        evaluation_sampling(config.policies[stage.policy], stage.evaluation),
+        build_rewards(settings.rewards, device, Path(source)),
+        settings,
+        evaluation_sampling(config.policies[stage.policy], settings),
         config.engine.build(),
         config.stages.index(stage),
     )
@@ -237,8 +289,8 @@ def evaluate_from(source: str, overrides: Sequence[str] = ()) -> dict[str, float
     table.add_column("reward")
     table.add_column("mean", justify="right")
     for name, mean in means.items():
-        table.add_row(name + (" (held out)" if name in held_out_names(stage.evaluation) else ""), f"{mean:.4f}")
-    Console().print(table)
+        table.add_row(name + (" (held out)" if name in held_out_names(settings) else ""), f"{mean:.4f}")
+    console.print(table)
     return dict(means)
 
 

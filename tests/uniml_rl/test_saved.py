@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image as Picture
+from tiny_models_audio import tiny_musicgen
+from tiny_models_diffusion import tiny_stable_diffusion, tiny_wan
 from tiny_models_text import tiny_gpt2
 from toy_policy import ToyPolicy
 from toy_runs import COUNT_A, COUNT_B, held_out, interrupt, rows_of, stage, weights_of, write_run
@@ -67,8 +69,10 @@ def test_an_export_that_no_key_can_open_is_never_replaced_by_untrained_weights(r
 def test_samples_come_from_the_weights_that_were_asked_for(run: Path, tmp_path: Path) -> None:
     def texts(source: str | Path, **keys: Any) -> str:
         arguments = {"prompts": ["x", "y"], "number": 20, "seed": 3, "out": tmp_path} | keys
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         path = sample_from(str(source), **arguments)
-        assert path == tmp_path / f"seed-{arguments['seed']}.md"
+        assert path not in before and path.stem.startswith(f"seed-{arguments['seed']}")
+        assert all(path.read_bytes() == content for path, content in before.items()), "nothing is overwritten"
         return path.read_text()
 
     newest = texts(run)
@@ -76,25 +80,44 @@ def test_samples_come_from_the_weights_that_were_asked_for(run: Path, tmp_path: 
     assert texts(run, seed=4) != newest
     assert texts(checkpoint_of(run, 1)) != texts(checkpoint_of(run, 3))
     assert len(newest.splitlines()) == 2 + 2 * 20
+    names = [f"sample-{prompt:03d}-{number}.txt" for prompt in range(2) for number in range(20)]
+    alone = [(tmp_path / "seed-3" / name).read_text() for name in names]
+    assert alone == [line.split("|")[2].strip().removesuffix(" (cut off)") for line in newest.splitlines()[2:]]
     assert sample_from(str(run), ["x"], 1, 0, None).is_relative_to(run / "samples")
 
 
-def test_evaluating_afterwards_repeats_the_last_evaluation_of_the_run(run: Path) -> None:
+def test_evaluating_afterwards_repeats_the_last_evaluation_of_the_run(run: Path, capsys: pytest.CaptureFixture) -> None:
     last = rows_of(run)[-1]["metrics"]
     for source in (str(run), checkpoint_of(run, 4)):
-        found = evaluate_from(source)
+        by_stage = evaluate_from(source)
+        assert by_stage.keys() == {"two"}, "of the toy `a` no weights can be opened any more"
+        found = by_stage["two"]
         assert found.keys() == {"total", "b", "a"}
         for name, mean in found.items():
             assert mean == last[f"eval/{name}/mean"]
-    more = evaluate_from(str(run), ["stages.two.evaluation.samples_per_prompt=40"])
+    assert "not evaluated: policy 'a' is not in the checkpoint" in capsys.readouterr().out
+    more = evaluate_from(str(run), ["stages.two.evaluation.samples_per_prompt=40"])["two"]
     assert more["b"] == pytest.approx(found["b"], abs=0.4)
     assert more["b"] not in (found["b"], 0, 1)
 
 
 def test_evaluating_a_file_measures_what_has_not_been_trained(run: Path) -> None:
     found = evaluate_from(str(run.parent / "run.yaml"))
-    first = next(row for row in rows_of(run) if (row["stage"], row["iteration"]) == ("two", 0))
-    assert found["b"] == first["metrics"]["eval/b/mean"]
+    for name, reward in (("one", "a"), ("two", "b")):
+        first = next(row for row in rows_of(run) if (row["stage"], row["iteration"]) == (name, 0))
+        assert found[name][reward] == first["metrics"][f"eval/{reward}/mean"]
+
+
+def test_a_stage_without_an_evaluation_does_not_hinder_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    stages = [stage(tmp_path, "one", evaluation=held_out(tmp_path)), stage(tmp_path, "two")]
+    train_from_yaml(write_run(tmp_path, *stages), [], tmp_path / "run")
+    last = next(row for row in reversed(rows_of(tmp_path / "run")) if row["stage"] == "one")["metrics"]
+    capsys.readouterr()
+    found = evaluate_from(str(tmp_path / "run"))
+    assert found.keys() == {"one"} and found["one"]["a"] != last["eval/a/mean"], "stage two trained the policy on"
+    assert "not evaluated: stage 'two' has no `evaluation` block" in capsys.readouterr().out
 
 
 def test_exports_are_the_weights_that_were_asked_for(run: Path, tmp_path: Path) -> None:
@@ -169,9 +192,35 @@ def test_a_plain_model_folder_is_sampled_and_has_no_policies(tmp_path: Path, cap
     said = capsys.readouterr().out.splitlines()
     assert said[0] == said[2] == "a b"
     assert said[1].startswith("  ")
-    assert said[-1] == f"2 samples: {path}"
+    assert said[-1] == f"2 samples: {path}, each by itself in {tmp_path / 'out' / 'seed-0'}"
     with pytest.raises(UserError, match=r"--policy x: .* is no run, so it has no policies"):
         sample_from(str(model), ["a b"], 2, 0, tmp_path / "out", (), "x")
+
+
+@pytest.mark.parametrize(
+    ("make", "overrides", "ending"),
+    [
+        (tiny_musicgen, ["frames=4"], ".wav"),
+        (tiny_stable_diffusion, ["steps=2"], ".png"),
+        (tiny_wan, ["steps=2", "height=32", "width=32", "frames=5"], ".png"),
+    ],
+)
+def test_a_plain_folder_of_any_kind_is_sampled_each_sample_into_a_file_of_its_own(
+    make: Any, overrides: list[str], ending: str, tmp_path: Path
+) -> None:
+    model = make(tmp_path / "model")
+    first, second = (sample_from(str(model), ["a b", "c"], 2, 0, tmp_path / "out", overrides) for _ in range(2))
+    assert first.parent == second.parent and first.name != second.name
+    for path in (first, second):
+        files = sorted((path.parent / path.stem).iterdir())
+        assert [file.name for file in files] == [f"sample-00{p}-{n}{ending}" for p in range(2) for n in range(2)]
+        assert [file.read_bytes() for file in files] == [
+            file.read_bytes() for file in sorted((first.parent / first.stem).iterdir())
+        ]
+    if make is tiny_stable_diffusion:
+        assert Picture.open(files[0]).size == (16, 16)
+    if make is tiny_wan:
+        assert Picture.open(files[0]).n_frames == 5
 
 
 def test_a_policy_whose_samples_branch_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from PIL import Image as Pillow
 from PIL import ImageDraw, ImageFont
+from torch import Tensor
 
 from modalities.samples import Image, Sample, Video
 
@@ -47,9 +48,14 @@ def to_picture(sample: Sample) -> Pillow.Image:
         pixels = torch.cat(list(frames[chosen]), dim=-1)
     else:
         raise TypeError(f"a sample of kind {sample.kind!r} is no picture.")
-    picture = Pillow.fromarray(pixels.permute(1, 2, 0).contiguous().cpu().numpy())
+    picture = to_pixels(pixels)
     factor = max(1, SMALLEST // picture.height)
     return picture.resize((picture.width * factor, picture.height * factor), Pillow.Resampling.NEAREST)
+
+
+def to_pixels(pixels: Tensor) -> Pillow.Image:
+    """uint8 [3, H, W] as a picture of that size."""
+    return Pillow.fromarray(pixels.permute(1, 2, 0).contiguous().cpu().numpy())
 
 
 def draw_grid(rows: Sequence[Row], title: str) -> Pillow.Image:

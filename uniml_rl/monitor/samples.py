@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from modalities.samples import Audio, Image, Prompt, Sample, Text, Video
-from uniml_rl.monitor.grids import Cell, Row, draw_grid, to_picture
+from uniml_rl.monitor.grids import Cell, Row, draw_grid, to_picture, to_pixels
 from uniml_rl.monitor.tables import Markup, markdown_table
 
 Scores = Mapping[str, Sequence[float]]
@@ -44,6 +44,29 @@ def save_samples(
     Raises ValueError for no samples at all, or numbers that do not fit.
     """
     return _save(folder, name, _group({"sample": (samples, scores)}, prompts), rows)
+
+
+def save_each(folder: Path, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> None:
+    """Writes every sample to a file of its own in `folder`, which exists: `sample-PROMPT-NUMBER`, both counted from 0.
+
+    Text becomes .txt, an image .png of its own size, video an animated .png, sound .wav.
+    """
+    for number, row in enumerate(_group({"sample": (samples, {})}, prompts)):
+        for index, scored in enumerate(row.samples["sample"]):
+            _save_one(folder / f"sample-{number:03d}-{index}", scored.sample)
+
+
+def _save_one(path: Path, sample: Sample) -> None:
+    if isinstance(sample, Text):
+        path.with_suffix(".txt").write_text(sample.text, encoding="utf-8")
+    elif isinstance(sample, Audio):
+        write_wav(path.with_suffix(".wav"), sample)
+    elif isinstance(sample, Image):
+        to_pixels(sample.uint8()).save(path.with_suffix(".png"))
+    elif isinstance(sample, Video):
+        first, *others = [to_pixels(frame) for frame in sample.uint8()]
+        milliseconds = 1000 / sample.frames_per_second
+        first.save(path.with_suffix(".png"), save_all=True, append_images=others, duration=milliseconds)
 
 
 def save_before_after(
