@@ -38,7 +38,7 @@ class DenoisingPolicy(DenoisingModel):
     # Rollout
 
     def decisions(self) -> list[tuple[str, LogProbUnit]]:
-        return [("denoising", self.sampling.log_prob_unit)]
+        return [("denoising", self.schedule(self.sampling).log_prob_unit)]
 
     @torch.no_grad()
     def rollout(self, requests: Sequence[Request], sampling: Any = None) -> Trajectory:
@@ -111,7 +111,7 @@ class DenoisingPolicy(DenoisingModel):
             trained_mask=trained,
             length_mask=exists,
             context_mask=torch.zeros_like(trained),
-            log_prob_unit=sampling.log_prob_unit,
+            log_prob_unit=schedule.log_prob_unit,
             version=self.version,
             ended=["complete"] * num_rows,
             keys=[request.key for request in requests],
@@ -250,6 +250,8 @@ class DenoisingPolicy(DenoisingModel):
             result.mean = step.mean
         if "std" in needs:
             result.std = std
+        if "step_size" in needs:
+            result.step_size = self.process.step_size(time, next_time)
         if "prediction" in needs:
             result.prediction = step.prediction
         if "clean_prediction" in needs:

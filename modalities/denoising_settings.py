@@ -230,7 +230,7 @@ class DenoisingSettings(PolicyConfig):
     def inspect(self) -> PolicySummary:
         """Counts parameters from the folder's configurations and file headers.
 
-        UserError if `sampling` does not fit the model, or takes no decision that could be trained.
+        UserError if `sampling` does not fit the model.
         """
         family, folder = self._family()
         components = empty_components(folder, family.absent_components())
@@ -243,19 +243,13 @@ class DenoisingSettings(PolicyConfig):
 
         schedule = family.schedule_of(self.sampling, process, denoiser.config, vae.config)
         shape = family.latent_shape_of(self.sampling, denoiser.config, vae.config)
-        if not schedule.std.any():
-            raise UserError(
-                f"sampling.sampler: {schedule.sampler!r} draws no noise in any of the {self.sampling.steps} steps, so "
-                "nothing is decided and nothing can be trained; take a stochastic sampler (a deterministic one is "
-                "allowed in the evaluation's sampling)."
-            )
         family.make_trainable(denoiser, self.lora, seed=0)
         modules = [component for component in components.values() if isinstance(component, nn.Module)]
         trainable = [parameter.numel() for parameter in denoiser.parameters() if parameter.requires_grad]
         return PolicySummary(
             model=f"{self.model} ({pipeline_class(folder, self.families())})",
             sample_kind=family.sample_kind,
-            decisions=[("denoising", self.sampling.log_prob_unit)],
+            decisions=[("denoising", schedule.log_prob_unit)],
             parameters=sum(parameter.numel() for module in modules for parameter in module.parameters()),
             trainable_parameters=sum(trainable),
             bytes_per_parameter=4 if self.dtype == "float32" else 2,

@@ -19,6 +19,7 @@ from modalities.errors import UserError
 from modalities.randomness import SampleKey
 from modalities.samplers import expand
 
+_UNNORMALISED: dict[LogProbUnit, LogProbUnit] = {"element_mean": "error_mean", "element_sum": "error_sum"}
 FIRST_ITERATION = SampleKey(run_seed=0, stage=0, iteration=0, prompt=0, sample=0)
 
 
@@ -31,6 +32,7 @@ class Schedule:
     times: Tensor  # [T + 1]
     std: Tensor  # [T]; 0 = deterministic
     guidance_scale: Tensor  # [T]; 1 = no guidance
+    log_prob_unit: LogProbUnit
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,10 @@ class NoiseProcess(ABC):
         """The time (float32, as in `times`) at a share in (0, 1] of the process's own clock; 1 is the noisy end."""
 
     @abstractmethod
+    def step_size(self, time: Tensor, next_time: Tensor) -> Tensor:
+        """[B] > 0: the share of the process's own clock that the transition `time` -> `next_time` [B] passes."""
+
+    @abstractmethod
     def noise_levels(self, times: Tensor) -> Tensor:
         """The factor of the noise in x at `times`: 1 is pure noise, 0 is data."""
 
@@ -133,8 +139,10 @@ class NoiseProcess(ABC):
         share = torch.arange(len(std)) / len(std)
         start, end = sampling.guidance_interval
         scale = torch.where((share >= start) & (share < end), sampling.guidance_scale, 1.0)
-        unnormalised = isinstance(sampler, Cps) and sampler.log_prob == "unnormalised"
-        return Schedule("cps_unnormalised" if unnormalised else sampler.type, times, std, scale)
+        unit: LogProbUnit = sampling.log_prob_unit if std.any() else "none"
+        if not (isinstance(sampler, Cps) and sampler.log_prob == "unnormalised"):
+            return Schedule(sampler.type, times, std, scale, unit)
+        return Schedule("cps_unnormalised", times, std, scale, _UNNORMALISED.get(unit, unit))
 
     def _within(self, window: Window, times: Tensor, std: Tensor, key: SampleKey) -> Tensor:
         levels = self.noise_levels(times[:-1])
@@ -206,6 +214,9 @@ class FlowProcess(NoiseProcess):
 
     def time_at(self, share: Tensor) -> Tensor:
         return share.float()
+
+    def step_size(self, time: Tensor, next_time: Tensor) -> Tensor:
+        return time - next_time
 
     def noise_levels(self, times: Tensor) -> Tensor:
         return times
@@ -293,6 +304,9 @@ class DiffusionProcess(NoiseProcess):
 
     def time_at(self, share: Tensor) -> Tensor:
         return (share * self.num_train_timesteps).ceil().float() - 1
+
+    def step_size(self, time: Tensor, next_time: Tensor) -> Tensor:
+        return (time - next_time) / self.num_train_timesteps
 
     def noise_levels(self, times: Tensor) -> Tensor:
         return (1 - self._alpha(times)).sqrt()

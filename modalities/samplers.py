@@ -118,9 +118,9 @@ def prediction_of(clean: Tensor, noise: Tensor, alpha: Tensor, prediction_type: 
 
 
 def _reduce(values: Tensor, unit: LogProbUnit) -> Tensor:
-    if unit not in ("element_mean", "element_sum"):
-        raise ValueError(f"a denoising log-prob is counted per 'element_mean' or 'element_sum', not {unit!r}.")
-    return values.flatten(1).mean(1) if unit == "element_mean" else values.flatten(1).sum(1)
+    if unit not in ("element_mean", "element_sum", "error_mean", "error_sum"):
+        raise ValueError(f"a denoising log-prob is the mean or the sum over the latent's elements, not {unit!r}.")
+    return values.flatten(1).mean(1) if unit.endswith("mean") else values.flatten(1).sum(1)
 
 
 def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor, unit: LogProbUnit) -> Tensor:
@@ -138,7 +138,7 @@ def unnormalised_log_prob(x: Tensor, mean: Tensor, unit: LogProbUnit) -> Tensor:
 def gaussian_entropy(std: Tensor, num_elements: int, unit: LogProbUnit) -> Tensor:
     """Entropy in nats of the transition, per element or of all `num_elements` together; [B] -> [B] float32."""
     entropy = std.float().log() + 0.5 * math.log(2 * math.pi * math.e)
-    return entropy * num_elements if unit == "element_sum" else entropy
+    return entropy * num_elements if unit.endswith("sum") else entropy
 
 
 # Schedules

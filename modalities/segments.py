@@ -11,8 +11,12 @@ from torch import Tensor
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt
 
-Need = Literal["log_prob", "entropy", "mean", "std", "prediction", "clean_prediction", "target", "features"]
-LogProbUnit = Literal["token", "element_mean", "element_sum"]
+Need = Literal[
+    "log_prob", "entropy", "mean", "std", "step_size", "prediction", "clean_prediction", "target", "features"
+]
+LogProbUnit = Literal["token", "element_mean", "element_sum", "error_mean", "error_sum", "none"]
+"""What a decision's log-prob is: of a token; of a latent, the mean or the sum over its elements; minus the squared
+error of the transition's mean, which is no log-density; or nothing, where the sampler draws no noise."""
 
 # What the entries of a segment's field are aligned with, stated in the field's metadata: `modalities.trajectories`
 # joins segments and selects rows by it. A field that states nothing is the same for all rows.
@@ -205,6 +209,7 @@ class Replay:
     entropy: Tensor | None = None  # [b, t] float32, nats
     mean: Tensor | None = None  # [b, t, ...] float32: mean of each transition
     std: Tensor | None = None  # [b, t] float32: the transition's own noise std
+    step_size: Tensor | None = None  # [b, t] float32: the share of the process's time that the transition passes
     prediction: Tensor | None = None  # [b, t, ...] float32: the model's output (velocity, epsilon ...), guided
     clean_prediction: Tensor | None = None  # [b, t, ...] float32: the clean latent that the prediction implies (affine)
     target: Tensor | None = None  # [b, t, ...] float32: the prediction of a perfect denoiser; forward segments only

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,10 +116,16 @@ def prepared(objective: Objective, world: DenoisingWorld, metrics: Metrics | Non
 
 
 def accumulated(
-    objective: Objective, world: DenoisingWorld, experience: Experience, roots: Tensor, budget: int
+    objective: Objective,
+    world: DenoisingWorld,
+    experience: Experience,
+    roots: Tensor,
+    budget: int,
+    others: Sequence[Tensor] = (),
 ) -> tuple[float, list[Tensor]]:
-    """The loss and its gradient, added up over cuts of `budget` rows."""
-    for parameter in world.parameters:
+    """The loss and its gradient, by the policy's parameters and `others`, added up over cuts of `budget` rows."""
+    parameters = [*world.parameters, *others]
+    for parameter in parameters:
         parameter.grad = None
     minibatch = objective.minibatch(experience, roots, TorchEngine("cpu"))
     loss = 0.0
@@ -127,21 +133,26 @@ def accumulated(
         part = objective.loss(world.policy, minibatch, cut, 0, Metrics())
         part.backward()
         loss += float(part.detach())
-    return loss, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in world.parameters]
+    return loss, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
 
 
 def assert_same(
-    objective: Objective, world: DenoisingWorld, experience: Experience, expected: Callable[[list[int]], Tensor]
+    objective: Objective,
+    world: DenoisingWorld,
+    experience: Experience,
+    expected: Callable[[list[int]], Tensor],
+    others: Sequence[Tensor] = (),
 ) -> None:
     """For all rows and a part of them, however they are cut, loss and gradient are those of `expected(rows)`."""
     for roots, budgets in ((torch.arange(ROWS), (1, 4)), (torch.tensor([5, 0, 3, 4]), (ROWS,))):
         loss = expected([row for row in sorted(roots.tolist()) if row in world.valid])
-        gradient = torch.autograd.grad(loss, world.parameters, allow_unused=True)
-        wanted = [torch.zeros_like(p) if g is None else g for p, g in zip(world.parameters, gradient, strict=True)]
+        parameters = [*world.parameters, *others]
+        gradient = torch.autograd.grad(loss, parameters, allow_unused=True)
+        wanted = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradient, strict=True)]
         size = torch.cat([g.flatten() for g in wanted]).norm()
         assert size > 1e-4
         for budget in budgets:
-            found_loss, found = accumulated(objective, world, experience, roots, budget)
+            found_loss, found = accumulated(objective, world, experience, roots, budget, others)
             assert math.isclose(found_loss, loss.item(), rel_tol=2e-5, abs_tol=1e-6), (found_loss, loss.item())
             difference = torch.cat([(a - b).flatten() for a, b in zip(found, wanted, strict=True)]).norm()
             assert difference <= 1e-4 * size, budget

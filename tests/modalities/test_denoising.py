@@ -11,7 +11,6 @@ from denoising_helpers import image_policy, perturb, replayed, requests, segment
 
 from modalities.base import Cut
 from modalities.denoising import DenoisingPolicy
-from modalities.errors import UserError
 from modalities.samples import Image
 
 LOG_PROB = frozenset({"log_prob"})
@@ -77,6 +76,7 @@ def test_every_sampler_replays(make_sd3: Make, sampler: str, unit: str) -> None:
 def test_unnormalised_log_prob_is_the_papers(make_sd3: Make) -> None:
     gaussian = make_sd3({"sampler": {"type": "cps"}})
     paper = make_sd3({"sampler": {"type": "cps", "log_prob": "unnormalised"}})
+    assert (gaussian.decisions(), paper.decisions()) == ([("denoising", "element_mean")], [("denoising", "error_mean")])
     trajectory = paper.rollout(requests(2))
     segment = segment_of(trajectory)
     cut = Cut(0, torch.arange(2), slice(1, 2))
@@ -324,10 +324,11 @@ def test_inspection_counts_what_is_built(make: Make) -> None:
         assert (summary.sample_kind, summary.decisions) == (policy.sample_kind, policy.decisions())
 
 
-def test_inspection_refuses_to_train_a_sampler_that_decides_nothing(make: Make) -> None:
-    settings = make({"sampler": {"type": "ode"}}).settings
-    with pytest.raises(UserError, match=r"sampling\.sampler: 'ode' draws no noise"):
-        settings.inspect()
+def test_the_unit_says_what_a_transition_is_scored_by(make: Make) -> None:
+    """A deterministic sampler scores nothing, and the built policy, its inspection and its segments say the same."""
+    policy = make({"sampler": {"type": "ode"}})
+    assert policy.decisions() == policy.settings.inspect().decisions == [("denoising", "none")]
+    assert policy.rollout(requests(2)).segments[0].log_prob_unit == "none"
 
 
 # Given samples

@@ -13,10 +13,11 @@ from modalities.settings import Settings
 from uniml_rl.algorithms.advantages import overlong_penalty
 from uniml_rl.algorithms.aggregation import AggregationMode
 from uniml_rl.algorithms.controllers import AdaptiveKL, FixedKL, KLController
+from uniml_rl.algorithms.denoising_surrogates import FlowDPPO, GRPOGuard
 from uniml_rl.algorithms.mismatch import Correction, mask_mismatch, truncate_mismatch
 from uniml_rl.algorithms.token_surrogates import CISPO, DRPO, PPOClip, Reinforce
 
-SurrogateSettings = Annotated[PPOClip | Reinforce | CISPO | DRPO, Field(discriminator="type")]
+SurrogateSettings = Annotated[PPOClip | Reinforce | CISPO | DRPO | GRPOGuard | FlowDPPO, Field(discriminator="type")]
 
 
 class AdaptiveKLSettings(Settings):

@@ -134,6 +134,56 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": {"mode": "token_mean"},
         "minibatches": 2,
     },
+    # Flow-GRPO-Fast (Liu et al. 2025), with a window in the policy's sampling block: docs/algorithms/flow_grpo_fast.md
+    "flow_grpo_fast": {
+        "advantage": {"type": "group", "scale": "batch_std", "epsilon": 1e-4, "clip": 5.0},
+        "surrogate": {"type": "ppo_clip", "low": 1e-5},
+        "aggregation": {"mode": "token_mean"},
+        "minibatches": 2,
+    },
+    # Xue et al. 2025 (DanceGRPO), with the sampler dance_sde: docs/algorithms/dance_grpo.md
+    "dance_grpo": {
+        "advantage": {"type": "group", "scale": "group_std", "epsilon": 1e-8, "clip": 5.0},
+        "surrogate": {"type": "ppo_clip"},
+        "aggregation": {"mode": "token_mean"},
+        "minibatches": 2,
+    },
+    # Wang and Yu 2025 (Flow-CPS), with the sampler cps: docs/algorithms/flow_cps.md
+    "flow_cps": {
+        "advantage": {"type": "group", "scale": "batch_std", "epsilon": 1e-4, "clip": 5.0},
+        "surrogate": {"type": "ppo_clip", "low": 1e-5},
+        "aggregation": {"mode": "token_mean"},
+        "minibatches": 2,
+    },
+    # Li et al. 2025 (MixGRPO), with a window that moves in the policy's sampling block: docs/algorithms/mix_grpo.md
+    "mix_grpo": {
+        "advantage": {"type": "group", "scale": "group_std", "epsilon": 1e-8, "clip": 5.0},
+        "surrogate": {"type": "ppo_clip"},
+        "aggregation": {"mode": "token_mean"},
+        "minibatches": 4,
+    },
+    # Wang et al. 2025 (GRPO-Guard): docs/algorithms/grpo_guard.md
+    "grpo_guard": {
+        "advantage": {"type": "group", "scale": "group_std", "epsilon": 1e-4, "clip": 5.0},
+        "surrogate": {"type": "grpo_guard"},
+        "aggregation": {"mode": "token_mean"},
+        "minibatches": 2,
+    },
+    # Ping et al. 2026 (Flow-DPPO): docs/algorithms/flow_dppo.md
+    "flow_dppo": {
+        "advantage": {"type": "group", "scale": "batch_std", "epsilon": 1e-4, "clip": 5.0},
+        "surrogate": {"type": "flow_dppo", "threshold": 1e-6},
+        "aggregation": {"mode": "token_mean"},
+        "minibatches": 2,
+    },
+    # PPO (Schulman et al. 2017) with a critic over denoising steps: docs/algorithms/denoising_ppo.md
+    "denoising_ppo": {
+        "advantage": {"type": "gae", "gamma": 1.0, "lambda": 0.95, "whiten": True, "clip": 5.0},
+        "surrogate": {"type": "ppo_clip"},
+        "aggregation": {"mode": "token_mean"},
+        "value": {"clip": None},
+        "minibatches": 4,
+    },
     # Zheng et al. 2025 (DiffusionNFT): docs/algorithms/diffusion_nft.md
     "diffusion_nft": {
         "objective": "forward_process",

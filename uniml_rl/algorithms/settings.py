@@ -187,6 +187,7 @@ class PolicyGradientSettings(AlgorithmSettings):
 
     def check(self, group_size: int | None, log_prob_unit: LogProbUnit | None = None, kind: str | None = None) -> None:
         super().check(group_size, log_prob_unit, kind)
+        self._check_sampler(log_prob_unit)
         self.surrogate.check(log_prob_unit, kind)
         if kind == "denoising":
             if self.ratio == "sequence":
@@ -207,11 +208,28 @@ class PolicyGradientSettings(AlgorithmSettings):
                 "none. Use k1, k2 or k3."
             )
 
+    def _check_sampler(self, unit: LogProbUnit | None) -> None:
+        """Raises UserError if the sampler's log-probs do not exist, or are not what the KL is made of."""
+        if unit == "none":
+            raise UserError(
+                f"algorithm {self.name!r} trains the sampler's decisions, and sampling.sampler draws no noise, so that "
+                "nothing is decided. Take a stochastic sampler (evaluation may have its own), or an algorithm that "
+                "learns from whole samples: diffusion_nft, awm."
+            )
+        if unit in ("error_mean", "error_sum") and self.kl is not None and self.kl.estimator != "prediction_mse":
+            raise UserError(
+                f"algorithm.kl.estimator {self.kl.estimator!r} is in nats, and the unnormalised log-probs of "
+                "sampling.sampler are not: they lack the factor 1 / (2 s^2), which differs from step to step, so their "
+                "balance would too. Use sampling.sampler.log_prob: gaussian, or estimator: prediction_mse."
+            )
+
 
 _REPLAY_TOLERANCES: dict[LogProbUnit, dict[torch.dtype, float]] = {
     "token": {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1},
     "element_mean": {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3},
     "element_sum": {torch.float32: 1e-2, torch.float16: 1.0, torch.bfloat16: 5.0},
+    "error_mean": {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3},
+    "error_sum": {torch.float32: 1e-2, torch.float16: 1.0, torch.bfloat16: 5.0},
 }
 
 

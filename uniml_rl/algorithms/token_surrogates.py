@@ -18,8 +18,8 @@ from uniml_rl.algorithms.surrogate import (
     score_function_surrogate,
 )
 
-CLIP_RANGES: dict[LogProbUnit, float] = {"token": 0.2, "element_mean": 1e-4}
-"""The usual clip range of each unit of a log-prob. "element_sum" has none: it grows with the latent's size."""
+CLIP_RANGES: dict[LogProbUnit, float] = {"token": 0.2, "element_mean": 1e-4, "error_mean": 1e-5}
+"""The usual clip range of each unit of a log-prob. Sums over elements have none: they grow with the latent's size."""
 
 
 class RangeSchedule(Settings):
