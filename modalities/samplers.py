@@ -119,7 +119,7 @@ def prediction_of(clean: Tensor, noise: Tensor, alpha: Tensor, prediction_type: 
 
 def _reduce(values: Tensor, unit: LogProbUnit) -> Tensor:
     if unit not in ("element_mean", "element_sum", "error_mean", "error_sum"):
-        raise ValueError(f"a denoising log-prob is the mean or the sum over the latent's elements, not {unit!r}.")
+        raise ValueError(f"a denoising log-prob is counted per 'element_mean' or 'element_sum', not {unit!r}.")
     return values.flatten(1).mean(1) if unit.endswith("mean") else values.flatten(1).sum(1)
 
 

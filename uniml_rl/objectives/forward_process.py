@@ -122,6 +122,7 @@ class ForwardProcessObjective(LikelihoodObjective):
             metrics.last("policy/old_decay", decay)
         if self.divergence is not None:
             self.divergence.finish_iteration(experience, engine, metrics)
+            self.divergence.move_reference(policy, iteration)
 
     def state_dict(self) -> dict[str, Any]:
         return {"running_statistics": self.credit.state_dict()}
