@@ -163,6 +163,29 @@ def export(
 
 
 @app.command()
+def selftest(
+    algorithms: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ALGORITHM", help="Only these; by default all.", show_default=False),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings per row; the worst of them counts.")] = 5,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Also write the table as a page of Markdown.", show_default=False)
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Prove that each algorithm optimises what it claims, on small problems whose answers are known exactly.
+
+    Example: [bold]uniml-rl selftest grpo ppo --seeds 2[/bold]
+    """
+    with _well_behaved(verbose):
+        from uniml_rl.selftest.report import selftest as prove
+
+        if prove(algorithms or [], seeds, markdown):
+            raise typer.Exit(1)
+
+
+@app.command()
 def version() -> None:
     """Print the versions that decide how a run comes out: this package, Python and the libraries below."""
     typer.echo(f"uniml-rl {__version__}\npython {sys.version.split()[0]}")

@@ -28,6 +28,7 @@ INTERFACE = {
     ],
     "eval": ["RUN_OR_CONFIG", "[KEY=VALUE]", "--verbose/-v"],
     "export": ["RUN", "--to TO (required)", "--policy POLICY", "--verbose/-v"],
+    "selftest": ["[ALGORITHM]", "--seeds SEEDS=5", "--markdown MARKDOWN", "--verbose/-v"],
     "version": [],
 }
 
@@ -61,6 +62,8 @@ HANDED_OVER = {
     ),
     "eval runs/a x=1": ("saved", "evaluate_from", ("runs/a", ["x=1"])),
     "export runs/a --to out --policy image": ("saved", "export_from", ("runs/a", Path("out"), "image")),
+    "selftest grpo ppo --seeds 2": ("selftest.report", "selftest", (["grpo", "ppo"], 2, None)),
+    "selftest --markdown a.md": ("selftest.report", "selftest", ([], 5, Path("a.md"))),
 }  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""Problems whose optimum is known exactly, and the proof that each algorithm finds it: `uniml-rl selftest`."""
