@@ -4,8 +4,8 @@ Sizes in bytes; N parameters, of them n trainable; v is 2 with bf16 autocast or 
 
 * weights: (N - n) x the frozen weights' size + 4 n. Policies that earlier stages trained stay: counted too.
 * gradients: 4 n. Optimizer: 8 n for AdamW, 0 for SGD.
-* copies: 4 n for each kept weight set: the reference (none for an adapter that no earlier stage trained: it is the
-  adapter switched off) and the moving average.
+* copies: 4 n for each kept weight set: the reference (none if it is fixed and no earlier stage trained the adapter:
+  it is the adapter switched off) and the moving average.
 * critic: a second model with its gradients and optimizer for `source: model`; a head alone is too small to count.
 * step: 8 n for the moment of an optimizer step, whose size is measured against a copy of the weights.
 * cache: keys and values of the rows that a rollout or an evaluation computes at once, at their longest, in v.
@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modalities.summary import PolicySummary, RowMemory
+from uniml_rl.algorithms.settings import PolicyGradientSettings
 from uniml_rl.build import RunConfig, StageConfig, build_objective, part_names, policies_of
 from uniml_rl.engines.base import OptimizerSettings
 
@@ -78,8 +79,11 @@ def _loaded(config: RunConfig, index: int) -> set[str]:
 
 
 def _copies_reference(config: RunConfig, index: int) -> bool:
-    if not build_objective(config.stages[index].algorithm, None, _REWARDS).needs_reference:
+    algorithm = config.stages[index].algorithm
+    if not build_objective(algorithm, None, _REWARDS).needs_reference:
         return False
+    if isinstance(algorithm, PolicyGradientSettings) and algorithm.kl and algorithm.kl.reference.type != "fixed":
+        return True
     own = policies_of(config, [config.stages[index]])
     models = [config.policies[name] for name in own if not part_names(config.policies[name])]
     is_fresh = not own & policies_of(config, config.stages[:index])

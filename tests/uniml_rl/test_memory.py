@@ -86,6 +86,9 @@ def test_an_adapters_reference_is_free_until_it_has_been_trained(tmp_path: Path)
     known = {"writer": summary(torch.nn.Linear(9, 9), torch.nn.Linear(5, 5))}
     first, second = (estimate(config, index, known, PROMPT)["copies"] for index in range(2))
     assert (first, second * GIB) == (0, 90 * 4)
+    moving = {"name": "grpo", "kl": {"reference": {"type": "refreshed", "every": 2}}}
+    config = load_run(write_run(tmp_path, stages[0] | {"algorithm": moving}, policies={"writer": block}))
+    assert estimate(config, 0, known, PROMPT)["copies"] * GIB == 90 * 4
 
 
 def test_the_cache_is_that_of_the_rows_at_once_and_bf16_halves_it(tmp_path: Path) -> None:
