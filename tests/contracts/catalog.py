@@ -89,6 +89,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"name": "ppo"},
     "ddpo": {"name": "ddpo"},
     "flow_grpo": {"name": "flow_grpo"},
+    "grpo_guard": {"name": "grpo_guard"},
+    "flow_dppo": {"name": "flow_dppo"},
+    "diffusion_nft": {"name": "diffusion_nft", "forward": {"draws": 2}},
+    "awm": {"name": "awm", "loss": {"clip": 1.0}, "forward": {"draws": 2}},
 }
 
 ENGINES: dict[str, Callable[[str], Engine]] = {"torch": lambda precision: TorchEngine("cpu", precision)}
@@ -101,7 +105,7 @@ def fits(algorithm: AlgorithmSettings, entry: Entry) -> bool:
             algorithm.check(group_size=2, kind=kind)
     except UserError:
         return False
-    return entry.critic or algorithm.value is None
+    return entry.critic or not algorithm.needs_critic
 
 
 COMBINATIONS = [

@@ -18,10 +18,11 @@ from modalities.randomness import SampleKey, seeded_generator
 from modalities.samples import Prompt, Sample
 from rewards.combine import RewardResult
 from uniml_rl.algorithms.presets import resolve_algorithm
-from uniml_rl.build import StageConfig
+from uniml_rl.build import StageConfig, build_objective
 from uniml_rl.engines.base import Engine
 from uniml_rl.monitor.metrics import Metrics
-from uniml_rl.objectives.policy_gradient import PolicyGradientObjective
+from uniml_rl.objectives.base import Objective
+from uniml_rl.objectives.forward_process import ForwardProcessObjective
 from uniml_rl.trainer import Scores, Trainer
 
 TEXTS = ["a", "c b d a"]
@@ -71,12 +72,14 @@ def make_critic(policy: Policy) -> Critic:
     return critic
 
 
-def objective_for(policy: Policy, algorithm: dict[str, Any]) -> PolicyGradientObjective:
+def objective_for(policy: Policy, algorithm: dict[str, Any]) -> Objective:
     """The objective of an `algorithm` block; UserError if it does not fit the policy."""
     settings = resolve_algorithm(algorithm)
     for kind, unit in policy.decisions():
         settings.check(GROUP_SIZE, unit, kind)
-    return PolicyGradientObjective(settings, make_critic(policy) if settings.value else None)
+    objective = build_objective(settings, make_critic(policy) if settings.needs_critic else None, None)
+    objective.check_policy(policy)
+    return objective
 
 
 def first_update(
@@ -88,14 +91,18 @@ def first_update(
     spread: float = 1.0,
 ) -> Update:
     objective = objective_for(policy, algorithm)
+    if isinstance(objective, ForwardProcessObjective) and "old" not in policy.weight_sets.names():
+        policy.keep("old")
     roots = torch.arange(trajectory.segments[0].num_rows)
-    cuts = policy.plan(trajectory, roots, budget)
     metrics = Metrics()
     rewards = scored(spread * random_rewards(len(trajectory.leaf_prompts()), seed=3))
+    trajectory, rewards = objective.as_trained(policy, trajectory, rewards)
+    cuts = objective.plan(policy, trajectory, roots, budget)
     with engine.autocast():
         experience = objective.prepare(policy, trajectory, rewards, cuts, engine, metrics)
     minibatch = objective.minibatch(experience, roots, engine)
-    modules = [*policy.trainable_modules().values(), *([objective.critic.head] if objective.critic else [])]
+    critic = getattr(objective, "critic", None)
+    modules = [*policy.trainable_modules().values(), *([critic.head] if critic else [])]
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
     for cut in cuts:
         with engine.autocast():
@@ -152,6 +159,7 @@ def make_trainer(
 ) -> Trainer:
     """The real trainer of a one-stage run; `folder` takes the prompts."""
     objective = objective_for(policy, algorithm)
+    critic = getattr(objective, "critic", None)
     (folder / "prompts.txt").write_text("\n".join(TEXTS))
     stage = StageConfig.model_validate(
         {
@@ -163,16 +171,15 @@ def make_trainer(
             "rewards": {"unused": {"type": "regex", "pattern": "a"}},
             "algorithm": algorithm,
             "optimizer": {"learning_rate": 1e-2},
-            "critic": {} if objective.critic else None,
+            "critic": {} if critic else None,
             "micro_batch": 4,
             "until": {"iterations": 1},
         }
         | stage_keys
     )
     optimizers = {POLICY: (policy.trainable_modules(), stage.optimizer)}
-    if objective.critic and stage.critic:
-        optimizers["critic"] = (objective.critic.trainable_modules(), stage.critic.optimizer)
+    if critic and stage.critic:
+        optimizers["critic"] = (critic.trainable_modules(), stage.critic.optimizer)
     engine.attach(optimizers)
-    if objective.needs_reference:
-        policy.keep("reference")
+    objective.start(policy)
     return Trainer(policy, stage.prompts.build(seed), scores or RandomRewards(), objective, engine, stage, 0, seed)
