@@ -184,7 +184,7 @@ class DenoisingPolicy(DenoisingModel):
             return states, x.cpu()
 
     def _stored(self, x: Tensor) -> Tensor:
-        return x.detach().to("cpu", self.storage_dtype)
+        return x.to("cpu", self.storage_dtype)
 
     def _round(self, x: Tensor) -> Tensor:
         rounded = x.detach().to(self.storage_dtype).float()

@@ -136,6 +136,22 @@ def test_a_group_can_share_its_draws(policy: DenoisingPolicy) -> None:
         assert not torch.equal(values[0], values[2])
 
 
+def test_two_groups_of_one_prompt_do_not_share_their_draws(policy: DenoisingPolicy) -> None:
+    """A prompt that is drawn twice in an iteration has two groups; their keys differ in the sample alone."""
+    rows = [replace(row, key=replace(row.key, prompt=0, sample=number)) for number, row in enumerate(requests(4))]
+    settings = ForwardProcessSettings(shared_in_group=True)
+    seeds = draws_of(policy.as_likelihood(policy.rollout(rows), settings)).noise_seed.tolist()
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+
+
+def test_shares_of_the_clock_are_times(policy: DenoisingPolicy) -> None:
+    """(0, 1] is sigma itself, or the timesteps 1..N of the papers, which the models count from 0."""
+    count = policy.process.num_train_timesteps  # type: ignore[attr-defined]
+    shares = torch.arange(1, count + 1, dtype=torch.float64) / count
+    is_flow = isinstance(policy.pipeline.scheduler, FlowMatchEulerDiscreteScheduler)
+    assert torch.equal(policy.process.time_at(shares), shares.float() if is_flow else torch.arange(count).float())
+
+
 @pytest.mark.parametrize("times", ["uniform", "logit_normal"])
 def test_each_draw_follows_the_distribution_and_a_rows_draws_are_spread_over_it(
     stable_diffusion_3_folder: Path, tmp_path: Path, times: Any
