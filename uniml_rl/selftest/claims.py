@@ -19,7 +19,7 @@ Which claim a row can make follows from its parts:
 
 * Advantages divided by a standard deviation weigh otherwise against a KL in the loss, so that the optimum is that of
   another beta. On tokens it is still known, by enumeration of all groups. Reward and a KL in the reward are divided
-  alike, and there at the optimum every sample's advantage is 0: neither the division nor a clip moves it.
+  alike; on tokens every sample's advantage is then 0 at the optimum, so that neither the division nor a clip moves it.
 * A group's mean holds the sample itself, which shrinks advantages by (G - 1) / G against a KL in the loss.
 * Where advantages are not 0 at the optimum, a clip that acts moves it; such rows are on-policy (`minibatches: 1`).
 * With log-probs that are means over d elements, a KL in the reward is charged as KL / d, so beta is coefficient / d. A
@@ -106,6 +106,7 @@ _CRITIC = {"critic": {"hidden_size": 32, "optimizer": {"learning_rate": 0.02}}}
 _ON_POLICY = {"epochs": 1, "minibatches": 1}
 _LARGE = {"group_size": 128}
 _SMALL = {"group_size": 32}
+_DANCE = {"sampler": {"type": "dance_sde", "noise_level": 0.8}}
 _FEW_DRAWS = {"times": "sampling_grid", "draws": 3}
 
 ROWS: tuple[Row, ...] = (
@@ -113,7 +114,10 @@ ROWS: tuple[Row, ...] = (
     Row("tokens", "ppo", Optimum(0.25, True), 0.12, parts={"kl": _charged(0.25)}, stage=_CRITIC),
     Row("tokens", "grpo", None, 0.7),
     Row(
-        *("tokens", "grpo", Optimum(1.0, False, scale="group_std", group_size=16, epsilon=1e-4), 0.15),
+        "tokens",
+        "grpo",
+        Optimum(1.0, False, scale="group_std", group_size=16, epsilon=1e-4),
+        0.15,
         variant="beta 1",
         parts={"kl": {"coefficient": 1.0}},
         iterations=100,
@@ -121,7 +125,10 @@ ROWS: tuple[Row, ...] = (
     Row("tokens", "grpo", Optimum(0.25, True), 0.12, variant="KL in the reward", parts={"kl": _charged(0.25)}),
     Row("tokens", "dr_grpo", None, 0.7),
     Row(
-        *("tokens", "dr_grpo", Optimum(0.25, False, scale="group_mean", group_size=32), 0.15),
+        "tokens",
+        "dr_grpo",
+        Optimum(0.25, False, scale="group_mean", group_size=32),
+        0.15,
         variant="KL in the loss",
         parts={"kl": {"coefficient": 0.25, "estimator": "k2", "placement": "loss"}},
         stage=_SMALL,
@@ -140,13 +147,19 @@ ROWS: tuple[Row, ...] = (
     Row("denoising", "ddpo", None, 0.4, sampling={"sampler": {"type": "ddim"}}, stage=_SMALL, iterations=40),
     Row("denoising", "flow_grpo", None, 0.4, stage=_SMALL, iterations=40),
     Row(
-        *("denoising", "flow_grpo", Optimum(0.2, False), 0.15),
+        "denoising",
+        "flow_grpo",
+        Optimum(0.2, False),
+        0.15,
         variant="no std",
         parts={"advantage": _LEAVE_ONE_OUT, "kl": {"coefficient": 0.2}, **_ON_POLICY},
         stage=_LARGE,
     ),
     Row(
-        *("denoising", "flow_grpo", Optimum(0.02, False, divergence="prediction_mse"), 0.15),
+        "denoising",
+        "flow_grpo",
+        Optimum(0.02, False, divergence="prediction_mse"),
+        0.15,
         variant="no std, velocity KL",
         parts={
             "advantage": _LEAVE_ONE_OUT,
@@ -159,7 +172,10 @@ ROWS: tuple[Row, ...] = (
     ),
     *(
         Row(
-            *("denoising", "flow_grpo", Optimum(0.2, True), 0.13),
+            "denoising",
+            "flow_grpo",
+            Optimum(0.2, True),
+            0.13,
             variant=f"no std, KL in the reward, {sampler['type']}",
             parts={"advantage": _LEAVE_ONE_OUT, "kl": _charged(0.4), **_ON_POLICY},
             sampling={"sampler": sampler},
@@ -167,46 +183,80 @@ ROWS: tuple[Row, ...] = (
         )
         for sampler in (
             {"type": "flow_sde"},
-            {"type": "dance_sde", "noise_level": 0.8},
+            _DANCE["sampler"],
             {"type": "cps"},
             {"type": "ddim"},
         )
     ),
+    Row("denoising", "denoising_ppo", None, 0.4, stage=_SMALL | _CRITIC, iterations=40),
     Row(
-        *("denoising", "ppo", Optimum(0.2, True), 0.13),
-        variant="one update per rollout",
+        "denoising",
+        "denoising_ppo",
+        Optimum(0.2, True),
+        0.13,
+        variant="one update per rollout, KL in the reward",
         parts={"kl": _charged(0.4), **_ON_POLICY},
         stage=_LARGE | _CRITIC,
+    ),
+    Row("denoising", "dance_grpo", None, 0.4, sampling=_DANCE, stage=_SMALL, iterations=40),
+    Row("denoising", "flow_cps", None, 0.4, sampling={"sampler": {"type": "cps"}}, stage=_SMALL, iterations=40),
+    Row("denoising", "grpo_guard", None, 0.4, stage=_SMALL, iterations=40),
+    Row("denoising", "flow_dppo", None, 0.4, stage=_SMALL, iterations=40),
+    Row("denoising", "flow_grpo_fast", None, 0.3, sampling={"window": {"steps": (0, 0)}}, stage=_SMALL, iterations=40),
+    Row(
+        "denoising",
+        "mix_grpo",
+        None,
+        0.3,
+        sampling={"window": {"moving": {"size": 1, "every": 5}}},
+        stage=_SMALL,
+        iterations=40,
     ),
     # Given samples
     Row("tokens", "sft", Imitation(), 0.1, data="demonstrations"),
     Row(
-        *("denoising", "sft", Imitation(), 0.1),
+        "denoising",
+        "sft",
+        Imitation(),
+        0.1,
         data="demonstrations",
         parts={"forward": {"times": "sampling_grid"}},
         learning_rate=0.2,
     ),
     Row("tokens", "reward_model", Preferred("logistic", 1.0, from_reference=False), 0.1, data="preferences"),
     Row(
-        *("tokens", "dpo", Preferred("logistic", 0.5, from_reference=True), 0.1),
+        "tokens",
+        "dpo",
+        Preferred("logistic", 0.5, from_reference=True),
+        0.1,
         data="preferences",
         parts={"loss": {"beta": 0.5}},
         learning_rate=0.2,
     ),
     Row(
-        *("tokens", "ipo", Preferred("square", 0.5, from_reference=True), 0.1),
+        "tokens",
+        "ipo",
+        Preferred("square", 0.5, from_reference=True),
+        0.1,
         data="preferences",
         parts={"loss": {"beta": 0.5}},
     ),
     Row("tokens", "dpo", None, 0.5, variant="own samples"),
     Row("tokens", "kto", None, 0.3, data="labelled"),
+    Row("denoising", "kto", None, 0.3, data="labelled", parts={"beta": 3.0, "forward": _FEW_DRAWS}),
     Row(
-        *("denoising", "diffusion_dpo", None, 0.05),
+        "denoising",
+        "diffusion_dpo",
+        None,
+        0.05,
         data="preferences",
         parts={"loss": {"beta": 2.0}, "forward": _FEW_DRAWS},
     ),
     Row(
-        *("denoising", "diffusion_dpo", None, 0.3),
+        "denoising",
+        "diffusion_dpo",
+        None,
+        0.3,
         variant="own samples",
         parts={"forward": _FEW_DRAWS},
         stage=_SMALL,

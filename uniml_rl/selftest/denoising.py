@@ -167,7 +167,7 @@ class DenoisingProblem:
         block = {"steps": 3} | ({} if diffusion else {"shift": 1.0}) | sampling
         self.sampling = DenoisingSampling.model_validate(block)
         self.process: NoiseProcess = DiffusionProcess(_DDPM) if diffusion else FlowProcess({})
-        self.schedule = self.process.schedule(self.sampling, sequence_length=1)
+        self.schedule = self._known_schedule()
         self.weight, self.bias = self._denoiser(self.data_mean, self.data_covariance)
         self.reference = self._chain(self.weight, self.bias)
         draw = np.random.default_rng(0).standard_normal((self.num_points, len(self.data_mean)))
@@ -196,6 +196,12 @@ class DenoisingProblem:
     def policy(self) -> AffinePolicy:
         """The untrained policy, which is the reference: the exact denoiser of the data."""
         return AffinePolicy("learner", self.process, self.sampling, self.weight, self.bias)
+
+    def _known_schedule(self) -> Schedule:
+        """The transitions that the answers are about: a window that moves leaves them all stochastic."""
+        moves = self.sampling.window is not None and self.sampling.window.moving is not None
+        sampling = self.sampling.model_copy(update={"window": None}) if moves else self.sampling
+        return self.process.schedule(sampling, sequence_length=1)
 
     def _factors(self, time: Tensor) -> list[float]:
         """Of data and of noise in x at `time` [1], and of data and of noise in what a perfect denoiser outputs."""

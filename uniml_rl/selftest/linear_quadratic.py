@@ -101,15 +101,3 @@ def optimal_chain(reference: Chain, reward: QuadraticReward, penalty: Array, who
             linear = linear - weight * away.T @ shift
         p = linear
     return Chain(gains, offsets, reference.std)
-
-
-def tilted(mean: Array, covariance: Array, reward: QuadraticReward, beta: float) -> tuple[Array, Array]:
-    """Mean and covariance of N(mean, covariance) exp(r / beta), normalised.
-
-    That is the optimum over all distributions of the sample. A sampler reaches it only if its noise leaves it the
-    choice: initial noise that the sample does not depend on, and steps so small that a shifted mean can stand for a
-    changed covariance.
-    """
-    precision = np.linalg.inv(covariance)
-    new = np.linalg.inv(precision + reward.curvature / beta)
-    return new @ (precision @ mean + reward.curvature @ reward.target / beta), new
