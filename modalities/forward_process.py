@@ -70,7 +70,7 @@ def forward_segment(
         clean=segment.final_latents.detach(),
         times=times,
         weights=_weights(settings.weighting, process, times.flatten()).view_as(times),
-        noise_seed=torch.tensor(seeds),
+        noise_seed=torch.tensor(seeds, dtype=torch.long),
     )
 
 
@@ -82,7 +82,8 @@ def _noise_seed(key: SampleKey, shared_by: int | None, round: int) -> int:
 
 def _draw_times(settings: ForwardProcessSettings, process: NoiseProcess, seeds: list[int], grid_BN: Tensor) -> Tensor:
     """[B, draws] float32, each row from its own seed: one uniform number, shifted by 1 / draws from draw to draw."""
-    first = torch.stack([torch.rand(1, generator=seeded_generator(seed), dtype=torch.float64) for seed in seeds])
+    uniforms = [float(torch.rand((), generator=seeded_generator(seed), dtype=torch.float64)) for seed in seeds]
+    first = torch.tensor(uniforms, dtype=torch.float64).unsqueeze(1)
     shares = 1 - (first + torch.arange(settings.draws) / settings.draws) % 1  # [B, draws] in (0, 1]
     if settings.times == "sampling_grid":
         return grid_BN.gather(1, (shares * grid_BN.shape[1]).ceil().long() - 1)

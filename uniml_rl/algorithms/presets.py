@@ -107,11 +107,23 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Supervised fine-tuning, of text (cross-entropy) and of denoising models (Ho et al. 2020): docs/algorithms/sft.md
     "sft": {"objective": "supervised"},
     # Rafailov et al. 2023: docs/algorithms/dpo.md
-    "dpo": {"objective": "preference", "loss": {"type": "logistic", "beta": 0.1}},
-    # Wallace et al. 2023; its beta of 5000 is 2500 here, where the factor 1/2 is not split off
-    "diffusion_dpo": {"objective": "preference", "loss": {"type": "logistic", "beta": 2500.0}},
+    "dpo": {
+        "objective": "preference",
+        "loss": {"type": "logistic", "beta": 0.1},
+        "forward": {"shared_in_group": True},
+    },
+    # Wallace et al. 2023; its beta of 5000 is 2500 here: docs/algorithms/diffusion_dpo.md
+    "diffusion_dpo": {
+        "objective": "preference",
+        "loss": {"type": "logistic", "beta": 2500.0},
+        "forward": {"shared_in_group": True},
+    },
     # Azar et al. 2023: docs/algorithms/ipo.md
-    "ipo": {"objective": "preference", "loss": {"type": "square", "beta": 0.1}},
+    "ipo": {
+        "objective": "preference",
+        "loss": {"type": "square", "beta": 0.1},
+        "forward": {"shared_in_group": True},
+    },
     # Ethayarajh et al. 2024: docs/algorithms/kto.md
     "kto": {"objective": "kto"},
     # Bradley & Terry 1952, as a loss (Ouyang et al. 2022, eq. 1): docs/algorithms/reward_model.md

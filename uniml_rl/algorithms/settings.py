@@ -301,7 +301,7 @@ class PreferenceSettings(AlgorithmSettings):
     """The loss of a pair."""
     reference_free: bool = False
     """Compare the log-probs (a reward model's scores) themselves, without those of a reference."""
-    forward: ForwardProcessSettings = ForwardProcessSettings(shared_in_group=True)
+    forward: ForwardProcessSettings = ForwardProcessSettings()
     """For denoising models: at which times of the forward process they are scored. Tokens do not read it."""
 
     @property
@@ -355,7 +355,7 @@ class LastSteps(Settings):
 
 
 class RandomLastSteps(Settings):
-    """AlignProp: as many of the last steps as are drawn, uniformly from 1 to all, for each micro-batch."""
+    """AlignProp: as many of the last steps as are drawn, uniformly from 1 to all, for each iteration."""
 
     early_clean: ClassVar[bool] = False
     type: Literal["random_last_steps"] = "random_last_steps"
@@ -373,7 +373,7 @@ class EarlyClean(Settings):
     type: Literal["early_clean"] = "early_clean"
     """One step, away from the end."""
     first: float = Field(default=0.75, ge=0, lt=1)
-    """The step is drawn, uniformly and for each micro-batch, from those behind this share of the schedule."""
+    """The step is drawn, uniformly and for each iteration, from those behind this share of the schedule."""
 
     def draw(self, steps: int, generator: torch.Generator) -> int:
         """How many steps before the end of `steps` it lies."""

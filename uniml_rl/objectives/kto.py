@@ -21,8 +21,9 @@ from uniml_rl.objectives.likelihood import LikelihoodObjective
 class KTOObjective(LikelihoodObjective):
     """Desirable samples shall become likelier, the others less likely, both measured from the policy's own drift.
 
-    The drift z is the mean log-ratio of the samples under other samples' prompts, not below 0, over all ranks, taken
-    once per rollout and not again within its optimizer steps. The paper takes it from each micro-batch.
+    The drift z is the mean log-ratio of the samples under each other's prompts, not below 0, over all ranks, taken
+    once per rollout and not again within its optimizer steps. The paper takes it from each micro-batch. With
+    `desirable_above: group_mean` a sample at the mean is neither good nor bad, and left out.
     """
 
     needs_reference = True
@@ -45,18 +46,27 @@ class KTOObjective(LikelihoodObjective):
         above = self.settings.desirable_above
         if above == "group_mean":
             over, _ = group_advantages(result.total, result.valid, part.groups, scale="none", epsilon=0.0)
+            part.mask = part.mask & (over != 0).unsqueeze(1)
         else:
             over = torch.where(result.valid, result.total, torch.nan) - above
         part.advantages = torch.where(over > 0, 1.0, -1.0).unsqueeze(1)
         part.drift = self._drift(policy, trajectory, part.mask, cuts, engine)
-        metrics.share("kto/desirable_share", over[result.valid] > 0)
+        metrics.share("kto/desirable_share", over > 0, mask=part.mask.any(1))
         metrics.mean("kto/drift", part.drift.reshape(1))
         return experience
 
     def _drift(self, policy: Policy, trajectory: Trajectory, mask: Tensor, cuts: list[Cut], engine: Engine) -> Tensor:
-        """0-dim: the mean log-ratio of samples whose prompts were exchanged."""
+        """0-dim: the mean log-ratio of samples whose prompts were exchanged, each prompt with its neighbour.
+
+        Two and two, so that it does not matter where the prompts are split between ranks that hold an even number of
+        them. An odd one out takes the prompt of the one before it; one that is alone keeps its own.
+        """
         segment = trajectory.segments[0]
-        exchanged = Trajectory([segment.with_prompts_of(torch.arange(len(mask)).roll(1))], trajectory.requests)
+        groups, place = segment.group.unique(return_inverse=True)
+        partner = torch.where((place ^ 1) < len(groups), place ^ 1, place - 1).clamp(min=0)
+        row_of = torch.zeros(len(groups), dtype=torch.long)
+        row_of[place] = torch.arange(len(place))
+        exchanged = Trajectory([segment.with_prompts_of(row_of[partner])], trajectory.requests)
         current, reference = (log_probs_under(policy, name, exchanged, 0, cuts) for name in ("current", "reference"))
         ratios = self.scores(segment, current - reference, mask)[mask.any(1)]
         total, count = engine.sum_over_ranks(torch.tensor([ratios.double().sum(), ratios.numel()]))

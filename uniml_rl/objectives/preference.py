@@ -37,7 +37,7 @@ class PreferenceObjective(LikelihoodObjective):
 
     Given pairs have the labels 1 and 0; of rollouts, the best and the worst valid sample of each prompt are a pair. The
     loss is a mean over pairs, and over draws for denoising models (Diffusion-DPO's bound: the mean stays outside of
-    the sigmoid).
+    the sigmoid). A pair of which one sample has no trained decision is left out.
     """
 
     keeps_groups = True
@@ -74,9 +74,10 @@ class PreferenceObjective(LikelihoodObjective):
     ) -> Experience:
         experience = super().prepare(policy, trajectory, result, cuts, engine, metrics)
         part = experience.segments[0]
-        order = torch.where(result.valid, result.total, 0.0)
-        mean = torch.zeros(int(part.groups.max()) + 1 if len(order) else 0).index_add_(0, part.groups, order / 2)
-        part.advantages = (order - mean[part.groups]).sign().unsqueeze(1)
+        pairs = len(part.mask) // 2
+        part.advantages = torch.tensor([1.0, -1.0]).repeat(pairs).unsqueeze(1)  # in the order of `best_and_worst`
+        both = part.mask.any(1).view(pairs, 2).all(1)
+        part.mask = part.mask & both.repeat_interleave(2).unsqueeze(1)
         return experience
 
     def minibatch(self, experience: Experience, roots: Tensor, engine: Engine) -> Minibatch:

@@ -27,7 +27,8 @@ class RewardGradientObjective(Objective):
     """-mean over samples of reward(decode(x_0)), with gradient through the decoder and some denoising steps.
 
     The samples of a rollout are made again from the same random numbers, now with gradient; a sample whose reward fails
-    either time is left out.
+    either time is left out. A random number of steps is drawn once per iteration, so that the gradient does not depend
+    on micro-batches and ranks.
     """
 
     def __init__(self, settings: RewardGradientSettings, rewards: RewardSet) -> None:
@@ -75,7 +76,8 @@ class RewardGradientObjective(Objective):
         requests = [minibatch.experience.trajectory.requests[row] for row in cut.rows.tolist()]
         steps = minibatch.experience.trajectory.segments[0].num_steps
         gradient = self.settings.gradient
-        count = gradient.draw(steps, replace(requests[0].key, segment=_CHOICE_OF_STEPS).generator())
+        key = replace(requests[0].key, prompt=0, sample=0, segment=_CHOICE_OF_STEPS)
+        count = gradient.draw(steps, key.generator())
         trajectory = policy.rollout_with_gradient(requests, count, early_clean=gradient.early_clean)
         samples = policy.decode(trajectory, differentiable=True)
         rewards, valid = self.rewards.score_with_gradient(samples, [request.prompt for request in requests], iteration)

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from modalities.base import Cut, Policy
+from modalities.base import Cut, Policy, Trajectory
+from modalities.trajectories import select
+from rewards.combine import RewardResult
 from uniml_rl.algorithms.aggregation import aggregate
 from uniml_rl.algorithms.settings import SupervisedSettings
 from uniml_rl.engines.base import Engine
-from uniml_rl.experience import Experience, Minibatch
+from uniml_rl.experience import Experience, Minibatch, select_results
 from uniml_rl.monitor.metrics import Metrics
 from uniml_rl.objectives.base import minibatch_of_decisions
 from uniml_rl.objectives.likelihood import LikelihoodObjective
 
 
 class SupervisedObjective(LikelihoodObjective):
-    """-log-prob per decision: cross-entropy of tokens, w(t) mean((prediction - target)^2) of denoising models."""
+    """-log-prob per decision: cross-entropy of tokens, w(t) mean((prediction - target)^2) of denoising models.
+
+    Of preference pairs and labelled samples, those with the label 1 are imitated.
+    """
 
     def __init__(self, settings: SupervisedSettings) -> None:
         super().__init__(settings.name, settings.forward)
         self.settings = settings
         self.keeps_groups = settings.aggregation.mode == "prompt_mean"
+
+    def as_trained(
+        self, policy: Policy, trajectory: Trajectory, result: RewardResult
+    ) -> tuple[Trajectory, RewardResult]:
+        rows = (result.total > 0).nonzero().flatten()
+        return super().as_trained(policy, select(trajectory, rows), select_results(result, rows))
 
     def minibatch(self, experience: Experience, roots: Tensor, engine: Engine) -> Minibatch:
         return minibatch_of_decisions(experience, roots, self.settings.aggregation, engine)
