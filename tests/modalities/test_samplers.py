@@ -253,6 +253,16 @@ def test_a_perfect_prediction_gives_back_the_data(process: NoiseProcess) -> None
     assert 0.99 < levels[0] <= 1 or isinstance(process, DiffusionProcess)
 
 
+@pytest.mark.parametrize("process", PROCESSES)
+def test_step_sizes_add_up_to_the_share_of_the_clock_that_is_passed(process: NoiseProcess) -> None:
+    """All of it for a flow, whose steps are differences of sigma; for a diffusion model, the timesteps from the first."""
+    times = process.times(DenoisingSampling(steps=10), 0)
+    sizes = process.step_size(times[:-1], times[1:])
+    assert (sizes > 0).all()
+    whole = 1.0 if isinstance(process, FlowProcess) else (float(times[0]) + 1) / 1000
+    assert sizes.sum().item() == pytest.approx(whole)
+
+
 def test_window_leaves_only_its_transitions_stochastic() -> None:
     process = FlowProcess({"shift": 3.0})
     every = process.schedule(DenoisingSampling(), 0)

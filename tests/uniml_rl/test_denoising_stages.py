@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from safetensors.torch import load_file
 from tiny_models_diffusion import tiny_stable_diffusion_3
 from torch import Tensor
 
+from modalities.denoising_settings import DenoisingSampling
 from modalities.errors import UserError
 from uniml_rl.check import check_from_yaml
 from uniml_rl.run import train_from_yaml
 from uniml_rl.trainer import IterationReport, Trainer
 
+PAGES = sorted((Path(__file__).parents[2] / "docs" / "algorithms").glob("*.md"))
 CPS = {"sampler": {"type": "cps"}}
 ODE = {"sampler": {"type": "ode"}}
 MOVING = {"steps": 5, "window": {"moving": {"size": 2, "every": 1}}}
@@ -121,3 +124,9 @@ def test_a_sampler_that_contradicts_the_algorithm_is_refused_before_training(
 ) -> None:
     with pytest.raises(UserError, match=message):
         check_from_yaml(write(tmp_path, model, algorithm, sampling))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_sampling_of_a_page_is_valid(page: Path) -> None:
+    for text in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S):
+        DenoisingSampling.model_validate(yaml.safe_load(text).get("sampling", {}))
