@@ -255,6 +255,18 @@ class StageConfig(Settings):
                 f"group_size: {self.group_size} with algorithm {name!r}, which compares the samples of "
                 "a prompt with each other: every advantage would be 0; use at least 2"
             )
+        if algorithm.per_reward:
+            compared = sorted(name for name, reward in self.rewards.items() if reward.weight != 0)
+            if len(compared) < 2:
+                raise ValueError(
+                    "algorithm.advantage.normalisation: per_reward keeps rewards of unlike spread from drowning each "
+                    f"other, and only {', '.join(compared) or 'none'} has a weight; use normalisation: total"
+                )
+            if self.reward_control == "shuffle":
+                raise ValueError(
+                    "reward_control: shuffle permutes the total of the rewards, which algorithm.advantage."
+                    "normalisation: per_reward does not read; use normalisation: total for the control"
+                )
         if algorithm.needs_critic != (self.critic is not None):
             problem = (
                 "needs a `critic` block" if self.critic is None else "has no use for the `critic` block; remove it"

@@ -93,6 +93,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "flow_dppo": {"name": "flow_dppo"},
     "diffusion_nft": {"name": "diffusion_nft", "forward": {"draws": 2}},
     "awm": {"name": "awm", "loss": {"clip": 1.0}, "forward": {"draws": 2}},
+    "reinforce": {"name": "reinforce"},
+    "reinforce_plus_plus_baseline": {"name": "reinforce_plus_plus_baseline"},
+    "gspo": {"name": "gspo"},
+    "cispo": {"name": "cispo"},
+    "dapo": {"name": "dapo", "overlong": {"maximum": 4, "buffer": 2}, "dynamic_sampling": {"rounds": 1}},
 }
 
 ENGINES: dict[str, Callable[[str], Engine]] = {"torch": lambda precision: TorchEngine("cpu", precision)}

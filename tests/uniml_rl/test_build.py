@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
-from toy_runs import TOY, held_out, load_run, stage, write_run
+from toy_runs import COUNT_A, COUNT_B, TOY, held_out, load_run, stage, weights_of, write_run
 
 from modalities.errors import UserError
+from uniml_rl.run import train_from_yaml
 
 CHAIN = {"type": "chain", "parts": ["letters", "leters"]}
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
@@ -69,3 +70,19 @@ def _line(path: Path, keys: list[str | int]) -> int:
             entry = next(pair for pair in node.value if pair[0].value == str(key))
             line, node = entry[0].start_mark.line, entry[1]
     return line + 1
+
+
+def test_rewards_are_compared_each_by_itself_only_where_there_are_several(tmp_path: Path) -> None:
+    algorithm = {"name": "grpo", "advantage": {"normalisation": "per_reward", "whiten": True}}
+    measured = COUNT_B["b"] | {"weight": 0.0}
+    for rewards, keys, message in (
+        (COUNT_A, {}, "only a has a weight"),
+        (COUNT_A | {"b": measured}, {}, "only a has a weight"),
+        (COUNT_A | COUNT_B, {"reward_control": "shuffle"}, "per_reward does not read"),
+    ):
+        path = write_run(tmp_path, stage(tmp_path, algorithm=algorithm, rewards=rewards, **keys))
+        with pytest.raises(UserError, match=message):
+            load_run(path)
+    path = write_run(tmp_path, stage(tmp_path, algorithm=algorithm, rewards=COUNT_A | COUNT_B))
+    train_from_yaml(path, [], tmp_path / "run")
+    assert weights_of(tmp_path / "run").abs().max() > 0
