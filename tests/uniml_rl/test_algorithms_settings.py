@@ -9,15 +9,15 @@ import yaml
 
 from modalities.errors import UserError
 from modalities.settings import Settings
+from uniml_rl.algorithms.policy_gradient_settings import PolicyGradientSettings, replay_tolerance
 from uniml_rl.algorithms.presets import PRESETS, merge_preset, resolve_algorithm
-from uniml_rl.algorithms.settings import PolicyGradientSettings, replay_tolerance
 from uniml_rl.algorithms.surrogate import SurrogateInputs
 from uniml_rl.build import AlgorithmBlock
 from uniml_rl.config import validate
 from uniml_rl.yaml_files import load_yaml
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "algorithms").glob("*.md"))
+PAGES = sorted(set((ROOT / "docs" / "algorithms").glob("*.md")) - {ROOT / "docs" / "algorithms" / "README.md"})
 SEQUENCE = {"ratio": "sequence", "aggregation": {"mode": "sequence_mean_token_mean"}}
 
 
