@@ -10,7 +10,7 @@ import torch
 from modalities.base import Policy
 from modalities.randomness import SampleKey
 from rewards.combine import RewardResult
-from uniml_rl.algorithms.settings import SupervisedSettings
+from uniml_rl.algorithms.direct_settings import SupervisedSettings
 from uniml_rl.build import AuxiliarySettings
 from uniml_rl.data.records import RecordStream
 from uniml_rl.engines.base import Engine

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modalities.summary import PolicySummary, RowMemory
-from uniml_rl.algorithms.settings import PolicyGradientSettings
+from uniml_rl.algorithms.policy_gradient_settings import PolicyGradientSettings
 from uniml_rl.build import RunConfig, StageConfig, build_objective, part_names, policies_of
 from uniml_rl.engines.base import OptimizerSettings
 

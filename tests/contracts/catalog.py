@@ -13,8 +13,8 @@ from tiny_models_diffusion import tiny_stable_diffusion, tiny_stable_diffusion_3
 from tiny_models_text import tiny_gpt2, tiny_llama, tiny_qwen
 
 from modalities.errors import UserError
+from uniml_rl.algorithms.algorithm import AlgorithmSettings
 from uniml_rl.algorithms.presets import resolve_algorithm
-from uniml_rl.algorithms.settings import AlgorithmSettings
 from uniml_rl.build import POLICIES as POLICY_TYPES
 from uniml_rl.build import RunConfig
 from uniml_rl.config import TypedBlock

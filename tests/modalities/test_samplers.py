@@ -255,7 +255,7 @@ def test_a_perfect_prediction_gives_back_the_data(process: NoiseProcess) -> None
 
 @pytest.mark.parametrize("process", PROCESSES)
 def test_step_sizes_add_up_to_the_share_of_the_clock_that_is_passed(process: NoiseProcess) -> None:
-    """All of it for a flow, whose steps are differences of sigma; for a diffusion model, the timesteps from the first."""
+    """All of it for a flow, whose steps are differences of sigma; for diffusion models the timesteps from the first."""
     times = process.times(DenoisingSampling(steps=10), 0)
     sizes = process.step_size(times[:-1], times[1:])
     assert (sizes > 0).all()

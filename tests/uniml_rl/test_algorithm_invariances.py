@@ -16,8 +16,8 @@ from toy_world import FAILED, ROWS, SIZE, World, make_world, moved, prepared, sc
 
 from modalities.critic import Critic, ValueHead
 from modalities.errors import UserError
+from uniml_rl.algorithms.policy_gradient_settings import PolicyGradientSettings
 from uniml_rl.algorithms.presets import PRESETS, resolve_algorithm
-from uniml_rl.algorithms.settings import PolicyGradientSettings
 from uniml_rl.engines.base import Engine
 from uniml_rl.engines.torch_engine import TorchEngine
 from uniml_rl.monitor.metrics import Metrics

@@ -34,8 +34,8 @@ from modalities.randomness import seeded_generator
 from modalities.text import TextPolicy
 from rewards.combine import RewardResult, RewardSet
 from rewards.image import MeanColourConfig
+from uniml_rl.algorithms.direct_settings import EarlyClean, LastSteps, PreferenceSettings, RandomLastSteps
 from uniml_rl.algorithms.presets import resolve_algorithm
-from uniml_rl.algorithms.settings import EarlyClean, LastSteps, PreferenceSettings, RandomLastSteps
 from uniml_rl.build import build_objective
 from uniml_rl.engines.torch_engine import TorchEngine
 from uniml_rl.monitor.metrics import Metrics

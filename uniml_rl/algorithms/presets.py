@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from modalities.errors import UserError, did_you_mean
-from uniml_rl.algorithms.settings import AlgorithmSettings, AnyAlgorithm
+from uniml_rl.algorithms.algorithm import AlgorithmSettings
+from uniml_rl.algorithms.settings import AnyAlgorithm
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Schulman et al. 2017, in the form used on language models (Ouyang et al. 2022): docs/algorithms/ppo.md

@@ -10,9 +10,9 @@ from torch import Tensor
 from modalities.base import Cut, ForwardSegment, Need, Policy, Trajectory
 from rewards.combine import RewardResult
 from uniml_rl.algorithms.aggregation import aggregate
+from uniml_rl.algorithms.forward_process_settings import ForwardProcessAlgorithmSettings
 from uniml_rl.algorithms.kl import prediction_mse
 from uniml_rl.algorithms.matching import MatchingInputs
-from uniml_rl.algorithms.settings import ForwardProcessAlgorithmSettings
 from uniml_rl.engines.base import Engine
 from uniml_rl.experience import Experience, Minibatch, SegmentExperience
 from uniml_rl.monitor.metrics import Metrics

@@ -9,8 +9,8 @@ from modalities.base import Cut, Policy, Trajectory
 from rewards.combine import RewardResult
 from uniml_rl.algorithms.advantages import group_advantages
 from uniml_rl.algorithms.aggregation import aggregate
+from uniml_rl.algorithms.direct_settings import KTOSettings
 from uniml_rl.algorithms.preference import kto_loss
-from uniml_rl.algorithms.settings import KTOSettings
 from uniml_rl.engines.base import Engine
 from uniml_rl.experience import Experience, Minibatch
 from uniml_rl.monitor.metrics import Metrics

@@ -15,7 +15,7 @@ from modalities.trajectories import select
 from rewards.combine import RewardResult, RewardSet
 from uniml_rl.algorithms.advantages import groups_with_signal
 from uniml_rl.algorithms.aggregation import aggregate
-from uniml_rl.algorithms.settings import PolicyGradientSettings, replay_tolerance
+from uniml_rl.algorithms.policy_gradient_settings import PolicyGradientSettings, replay_tolerance
 from uniml_rl.algorithms.surrogate import SurrogateInputs, log_ratio, sequence_log_ratio
 from uniml_rl.algorithms.value import clipped_value_loss
 from uniml_rl.engines.base import Engine

@@ -11,7 +11,7 @@ from modalities.base import Cut, Policy, Trajectory
 from modalities.trajectories import select
 from rewards.combine import RewardResult
 from uniml_rl.algorithms.aggregation import aggregate
-from uniml_rl.algorithms.settings import PreferenceSettings, SquareLoss
+from uniml_rl.algorithms.direct_settings import PreferenceSettings, SquareLoss
 from uniml_rl.engines.base import Engine
 from uniml_rl.experience import Experience, Minibatch
 from uniml_rl.monitor.metrics import Metrics

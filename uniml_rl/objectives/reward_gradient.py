@@ -13,7 +13,7 @@ from modalities.critic import Critic
 from modalities.errors import UserError
 from rewards.combine import RewardResult, RewardSet
 from uniml_rl.algorithms.aggregation import aggregate
-from uniml_rl.algorithms.settings import RewardGradientSettings
+from uniml_rl.algorithms.direct_settings import RewardGradientSettings
 from uniml_rl.engines.base import Engine
 from uniml_rl.experience import Experience, Minibatch, SegmentExperience
 from uniml_rl.monitor.metrics import Metrics

@@ -8,7 +8,7 @@ from modalities.base import Cut, Policy, Trajectory
 from modalities.trajectories import select
 from rewards.combine import RewardResult
 from uniml_rl.algorithms.aggregation import aggregate
-from uniml_rl.algorithms.settings import SupervisedSettings
+from uniml_rl.algorithms.direct_settings import SupervisedSettings
 from uniml_rl.engines.base import Engine
 from uniml_rl.experience import Experience, Minibatch, select_results
 from uniml_rl.monitor.metrics import Metrics

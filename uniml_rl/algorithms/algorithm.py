@@ -1,0 +1,61 @@
+"""What every algorithm says of itself, whatever its objective."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from modalities.base import LogProbUnit
+from modalities.errors import UserError
+from modalities.settings import Settings
+
+LearnsFrom = Literal["rollouts", "records"]
+
+
+class AlgorithmSettings(Settings):
+    """What every algorithm has. `name` picks a row of the table in `presets.py`; every other key replaces a part of
+    it."""
+
+    learns_from: ClassVar[frozenset[LearnsFrom]] = frozenset({"rollouts"})
+    """Its own rollouts, given records, or either."""
+
+    kinds: ClassVar[frozenset[str]] = frozenset({"tokens", "denoising"})
+    """Decisions that it can train."""
+
+    name: str
+    """The preset."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each rollout."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per pass."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the stage must give a `critic` block."""
+        return False
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a prompt's samples are compared with each other, so that one alone teaches nothing."""
+        return False
+
+    @property
+    def per_reward(self) -> bool:
+        """Whether each of the stage's rewards is compared by itself, and not their sum."""
+        return False
+
+    def check(self, group_size: int | None, log_prob_unit: LogProbUnit | None = None, kind: str | None = None) -> None:
+        """Raises UserError where the algorithm does not fit the group size (or a record's number of samples) or, where
+        they are known, a segment's unit of log-probs and its kind ("tokens", "denoising")."""
+        if kind is not None and kind not in self.kinds:
+            raise UserError(
+                f"algorithm {self.name!r} trains {' or '.join(sorted(self.kinds))}, but this policy makes {kind}. "
+                + ("A reward model learns by algorithm: reward_model." if kind == "scores" else "Choose another one.")
+            )
+        if self.compares_groups and group_size is not None and group_size < 2:
+            raise UserError(
+                f"algorithm {self.name!r} compares the samples of a prompt with each other, but the group size is "
+                f"{group_size}: nothing could be learned. Use at least 2"
+                + (", or advantage.type: batch or running_prompt." if hasattr(self, "advantage") else ".")
+            )
