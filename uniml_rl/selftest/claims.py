@@ -263,7 +263,13 @@ ROWS: tuple[Row, ...] = (
         iterations=40,
     ),
     # The reward's own gradient
-    Row("denoising", "refl", None, 0.5, stage=_SMALL, iterations=40),
+    Row(  # from any of the few steps: the last one alone would be draft
+        *("denoising", "refl", None, 0.5),
+        variant="any step",
+        parts={"gradient": {"first": 0.0}},
+        stage=_SMALL,
+        iterations=40,
+    ),
     Row("denoising", "draft", None, 0.5, stage=_SMALL, iterations=40),
     Row("denoising", "alignprop", None, 0.5, stage=_SMALL, iterations=40),
     # The forward process of rewarded samples
