@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
-from modalities.base import LogProbUnit
 from modalities.errors import UserError
 from modalities.forward_process import ForwardProcessSettings
 from uniml_rl.algorithms.advantage_settings import AdvantageSettings, GAEAdvantage, GroupAdvantage, ReturnsAdvantage
@@ -17,6 +16,8 @@ from uniml_rl.algorithms.parts import KLSettings
 
 class ForwardProcessAlgorithmSettings(AlgorithmSettings):
     """Reinforcement on noised samples, whatever sampler they come from; see `matching`."""
+
+    kinds: ClassVar[frozenset[str]] = frozenset({"denoising"})
 
     objective: Literal["forward_process"] = "forward_process"
     """How rewards become a gradient; it comes with the name."""
@@ -57,11 +58,3 @@ class ForwardProcessAlgorithmSettings(AlgorithmSettings):
     @property
     def compares_groups(self) -> bool:
         return self.advantage.compares_groups
-
-    def check(self, group_size: int | None, log_prob_unit: LogProbUnit | None = None, kind: str | None = None) -> None:
-        super().check(group_size, log_prob_unit, kind)
-        if kind not in (None, "denoising"):
-            raise UserError(
-                f"algorithm {self.name!r} trains a denoising model on noised samples, and {kind} are not denoised. Use "
-                "it with an image or video policy, or grpo, ppo ... here."
-            )
