@@ -152,7 +152,7 @@ class Trainer:
                 "this policy, use a reward with more levels, a larger group_size or more "
                 "algorithm.dynamic_sampling.rounds. (`resampling/...` in metrics.jsonl counts; this is said once.)",
                 *(self.stage.name, iteration, sampled, rounds + 1, wanted - missing, wanted),
-                "" if missing < wanted else ", so this iteration changes nothing",
+                "" if missing < wanted else ", so this iteration learns nothing new",
             )
         return rollout
 

@@ -121,7 +121,7 @@ def test_what_is_never_found_is_said_once_and_changes_nothing(tmp_path: Path, ca
     assert len(caplog.records) == 1
     message = caplog.text
     assert "of 12 prompts sampled in 3 rounds, only 0 of the 4 wanted" in message
-    assert "this iteration changes nothing" in message and "dynamic_sampling.rounds" in message
+    assert "this iteration learns nothing new" in message and "dynamic_sampling.rounds" in message
     for report in reports:
         assert report.metrics["resampling/rounds"] == 2 and report.metrics["resampling/dropped_groups"] == 12
         assert report.metrics["update/empty_steps"] == 1
@@ -134,7 +134,7 @@ def test_what_is_found_in_part_is_trained_on(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         trainer.iterate(0)
     assert not torch.equal(table(trainer), before)
-    assert "only 1 of the 4 wanted" in caplog.text and "changes nothing" not in caplog.text
+    assert "only 1 of the 4 wanted" in caplog.text and "nothing new" not in caplog.text
 
 
 @pytest.mark.parametrize("telling", [lambda p: p.index in (0, 1, 4), lambda p: p.index >= 2, lambda p: False])
@@ -178,3 +178,14 @@ def test_a_group_needs_two_valid_samples_that_differ(tmp_path: Path) -> None:
     trained, kept = trainer.objective.as_trained(trainer.policy, trajectory, result)
     assert [request.group for request in trained.requests] == [2, 2, 2]
     assert kept.total.nan_to_num(-1.0).tolist() == [1.0, -1.0, 0.0] and kept.valid.tolist() == [True, False, True]
+
+
+def test_kept_experience_is_trained_while_nothing_useful_is_found(tmp_path: Path) -> None:
+    telling = [True]
+    scores = Letters(lambda prompt: telling[0])
+    trainer = trainer_for(tmp_path, TorchEngine("cpu"), scores, rounds=1, replay={"iterations": 2})
+    trainer.iterate(0)
+    telling[0], before = False, table(trainer)
+    experience = trained_experience(trainer)
+    trainer.iterate(1)
+    assert len(experience[0].segments[0].mask) == 4 * 8 and not torch.equal(table(trainer), before)

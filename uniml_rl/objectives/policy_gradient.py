@@ -69,7 +69,6 @@ class PolicyGradientObjective(Objective):
                 f"{policy.name!r} ({type(policy).__name__}) offers {', '.join(sorted(policy.offers))}. Leave out the "
                 "part that needs it: `value` (features), `entropy_coefficient`, `kl.estimator` (mean, std, prediction)."
             )
-
         self._overlong_limit(policy)
 
     def _overlong_limit(self, policy: Policy) -> int:
