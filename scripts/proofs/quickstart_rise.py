@@ -29,7 +29,9 @@ class Bounds:
     """What a stage of the quickstart must show."""
 
     rising: tuple[str, ...]
-    """Rewards whose interval must lie above 0: the one that is trained on, and one that never is."""
+    """Rewards whose interval must lie above 0 in every seed."""
+    not_falling: tuple[str, ...]
+    """Rewards that are never trained on and whose interval must not lie below 0 in any seed."""
     kl: float
     """Largest distance to the reference at the end, in the unit of `kl/reference`."""
     distinct: float | None
@@ -37,8 +39,8 @@ class Bounds:
 
 
 BOUNDS = {
-    "text-align": Bounds(("total", "mood"), kl=0.5, distinct=0.9),
-    "image-align": Bounds(("total", "judge"), kl=0.02, distinct=None),
+    "text-align": Bounds(("total",), ("mood", "distinct"), kl=0.5, distinct=0.9),
+    "image-align": Bounds(("total", "judge"), (), kl=0.02, distinct=None),
 }
 CONTROL_SHARE = 0.1
 """A control may move at most this share of the smallest rise of the seeds, if its interval does not hold 0."""
@@ -97,6 +99,9 @@ def failures(runs: dict[str, StageResult], controls: dict[str, StageResult], bou
         for reward in bounds.rising:
             if not result.differences[reward].low > 0:
                 found.append(f"{name}: {reward} does not rise")
+        for reward in bounds.not_falling:
+            if result.differences[reward].high < 0:
+                found.append(f"{name}: {reward} falls")
         if result.kl > bounds.kl:
             found.append(f"{name}: KL {result.kl:.3g} is above {bounds.kl:g}")
         if bounds.distinct and result.distinct and result.distinct[1] < bounds.distinct * result.distinct[0]:
@@ -131,7 +136,8 @@ def in_words(bounds: Bounds) -> str:
     distinct = ""
     if bounds.distinct is not None:
         distinct = f", distinct-2 of a prompt's samples stays above {bounds.distinct:.0%} of what it was"
-    return f"Must hold in every seed: {' and '.join(bounds.rising)} rise, KL stays below {bounds.kl:g}{distinct}."
+    held = f"{' and '.join(bounds.not_falling)} do not fall, " if bounds.not_falling else ""
+    return f"Must hold in every seed: {' and '.join(bounds.rising)} rise, {held}KL stays below {bounds.kl:g}{distinct}."
 
 
 def main() -> None:

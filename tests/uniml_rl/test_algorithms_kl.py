@@ -131,3 +131,8 @@ def test_divergences_of_low_precision_inputs_are_float32():
     assert prediction_mse(low, low).dtype == torch.float32
     assert gaussian_kl(low, low, torch.ones(1, 1)).dtype == torch.float32
     assert kl_estimate("k2", low[..., 0], low[..., 0]).dtype == torch.float32
+
+
+def test_an_estimator_of_something_else_is_refused():
+    with pytest.raises(ValueError, match="'gaussian' is no estimator from log-probs"):
+        kl_estimate("gaussian", torch.zeros(1, 1), torch.zeros(1, 1))

@@ -20,7 +20,7 @@ def kl_estimate(
         k3 = exp(-d) - 1 + d       unbiased, >= 0; its on-policy gradient is that of KL(pi_ref || pi)
 
     The gradient goes to `log_prob` alone. d is clamped to +-20 in k3's exponential. Outside of `mask` the result is 0
-    and has no gradient.
+    and has no gradient. Raises ValueError for another estimator.
     """
     difference = log_prob.float() - reference_log_prob.detach().float()
     if mask is not None:
@@ -29,6 +29,8 @@ def kl_estimate(
         return difference
     if estimator == "k2":
         return difference.square() / 2
+    if estimator != "k3":
+        raise ValueError(f"{estimator!r} is no estimator from log-probs; there are k1, k2 and k3.")
     return torch.expm1(-difference.clamp(-20, 20)) + difference
 
 
