@@ -377,12 +377,16 @@ def test_an_unknown_algorithm_is_refused_by_name() -> None:
         report.chosen_rows(["gprpo"])
 
 
-def test_the_selftest_says_which_rows_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_selftest_says_which_rows_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     good = replace(ROWS[1], iterations=1, bound=-1.0)
-    bad = replace(good, variant="bad", bound=2.0)
+    bad = replace(ROWS[0], iterations=1, bound=0.0)
     monkeypatch.setattr(report, "ROWS", (good, bad))
     assert report.selftest([], 1, tmp_path / "page.md") == [bad.name]
     assert bad.name in (tmp_path / "page.md").read_text()
+    assert "E[r] - 0.25 KL" in capsys.readouterr().out
 
 
 def test_the_policies_replay_what_they_rolled_out() -> None:

@@ -69,7 +69,7 @@ class Row:
 
     @property
     def claim(self) -> str:
-        return "raises_expected_reward" if self.target is None else self.target.claim
+        return "raises_expected_reward" if self.target is None else f"{self.target.claim}: {self.target}"
 
     def make_problem(self) -> Problem:
         """The problem, untouched."""
@@ -111,8 +111,16 @@ _FEW_DRAWS = {"times": "sampling_grid", "draws": 3}
 
 ROWS: tuple[Row, ...] = (
     # Policy gradients on tokens
-    Row("tokens", "ppo", Optimum(0.25, True), 0.12, parts={"kl": _charged(0.25)}, stage=_CRITIC),
-    Row("tokens", "grpo", None, 0.7),
+    Row(
+        "tokens",
+        "ppo",
+        Optimum(0.25, True),
+        0.12,
+        parts={"kl": _charged(0.25)},
+        stage=_CRITIC,
+        learning_rate=0.05,
+    ),
+    Row("tokens", "grpo", None, 0.7, stage=_SMALL),
     Row(
         "tokens",
         "grpo",
@@ -123,7 +131,7 @@ ROWS: tuple[Row, ...] = (
         iterations=100,
     ),
     Row("tokens", "grpo", Optimum(0.25, True), 0.12, variant="KL in the reward", parts={"kl": _charged(0.25)}),
-    Row("tokens", "dr_grpo", None, 0.7),
+    Row("tokens", "dr_grpo", None, 0.7, stage=_SMALL),
     Row(
         "tokens",
         "dr_grpo",
@@ -134,15 +142,23 @@ ROWS: tuple[Row, ...] = (
         stage=_SMALL,
         iterations=100,
     ),
-    Row("tokens", "reinforce", None, 0.7),
+    Row("tokens", "reinforce", None, 0.7, stage=_SMALL),
     Row("tokens", "rloo", Optimum(0.25, True), 0.12, parts={"kl": _charged(0.25)}, iterations=80),
     Row("tokens", "reinforce_plus_plus", Optimum(0.25, True), 0.15, parts={"kl": _charged(0.25)}, iterations=100),
-    Row("tokens", "reinforce_plus_plus_baseline", None, 0.7),
-    Row("tokens", "dapo", None, 0.5, parts={"overlong": {"maximum": 100}}, iterations=40),
+    Row("tokens", "reinforce_plus_plus_baseline", None, 0.7, stage=_SMALL),
+    Row("tokens", "dapo", None, 0.5, parts={"overlong": {"maximum": 100}}, stage=_SMALL, iterations=40),
     Row("tokens", "gspo", None, 0.5),
-    Row("tokens", "cispo", None, 0.5),
-    Row("tokens", "drpo", None, 0.5),
-    Row("tokens", "ppo_dual_clip", Optimum(0.25, True), 0.12, parts={"kl": _charged(0.25)}, stage=_CRITIC),
+    Row("tokens", "cispo", None, 0.5, stage=_SMALL),
+    Row("tokens", "drpo", None, 0.5, stage=_SMALL),
+    Row(
+        "tokens",
+        "ppo_dual_clip",
+        Optimum(0.25, True),
+        0.12,
+        parts={"kl": _charged(0.25)},
+        stage=_CRITIC,
+        learning_rate=0.05,
+    ),
     # Policy gradients on denoising steps
     Row("denoising", "ddpo", None, 0.4, sampling={"sampler": {"type": "ddim"}}, stage=_SMALL, iterations=40),
     Row("denoising", "flow_grpo", None, 0.4, stage=_SMALL, iterations=40),

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from modalities.errors import UserError, did_you_mean
@@ -24,9 +25,12 @@ PAGE = """\
 table of logits over all sequences of a few tokens, and a denoiser that is affine at each noise level, for Gaussian data
 and a quadratic reward. This page is written by `uniml-rl selftest --markdown docs/selftest.md`.
 
-* "ends at": the distance to the answer that is left after training, as a share of the distance from the reference to
-  it, sqrt(KL(answer || trained) / KL(answer || reference)); the largest of {seeds} seeds. 0 is the answer itself.
-* "raises": the rise of the exact expected reward as a share of what is possible; the smallest of {seeds} seeds.
+* `raises_expected_reward`: the rise of the exact expected reward as a share of what is possible; the smallest of
+  {seeds} seeds.
+* The other claims name what training ends at. Measured is the distance that is left, as a share of the distance from
+  the reference: sqrt(KL(answer || trained) / KL(answer || reference)), and for a denoiser that imitates the root of the
+  ratio of excess errors; the largest of {seeds} seeds. 0 is the answer itself.
+* A KL of each decision is another objective than the KL of the whole sample; r is the reward, A the advantage.
 
 Why a row can claim what it does, and the settings of each, stand in
 [`uniml_rl/selftest/claims.py`](../uniml_rl/selftest/claims.py).
@@ -54,10 +58,9 @@ class Outcome:
     def cells(self) -> tuple[str, ...]:
         """Under `HEADINGS`."""
         row = self.row
-        says = f"raises the reward: {row.claim}" if row.target is None else f"{row.target}: {row.claim}"
         bound = f"{'>=' if row.target is None else '<='} {row.bound:g}"
         worst = f"{row.worst(self.measured):.3f}"
-        return (row.name, says, worst, bound, "yes" if self.passed else "NO", f"{self.seconds:.1f}")
+        return (row.name, row.claim, worst, bound, "yes" if self.passed else "NO", f"{self.seconds:.1f}")
 
 
 def check(row: Row, seeds: int) -> Outcome:
@@ -85,7 +88,7 @@ def selftest(algorithms: Sequence[str], seeds: int, markdown: Path | None) -> li
     with Live(table, console=Console()) as live:
         for row in rows:
             outcomes.append(check(row, seeds))
-            table.add_row(*outcomes[-1].cells(), style=None if outcomes[-1].passed else "bold red")
+            table.add_row(*map(escape, outcomes[-1].cells()), style=None if outcomes[-1].passed else "bold red")
             live.refresh()
     if markdown is not None:
         markdown.write_text(page(outcomes, seeds), encoding="utf-8")

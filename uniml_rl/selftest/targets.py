@@ -31,9 +31,8 @@ class Optimum:
         return "kl_regularised_optimum"
 
     def __str__(self) -> str:
-        what = "the squared difference of predictions" if self.divergence == "prediction_mse" else "KL"
-        of = f"E[r] - {self.beta:.3g} {what}" if self.whole_path else f"each decision's A - {self.beta:.3g} {what}"
-        return f"ends at the optimum of {of}"
+        what = "squared difference of predictions" if self.divergence == "prediction_mse" else "KL"
+        return f"{'E[r]' if self.whole_path else 'A of each decision'} - {self.beta:.3g} {what}"
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,10 @@ class Preferred:
 
     def __str__(self) -> str:
         if self.loss == "square":
-            return "ends at the least square loss of the pairs"
+            return "square loss of the pairs"
         if not self.from_reference:
-            return "ends at the maximum likelihood of the pairs"
-        return f"ends at the optimum of E[r] - {self.beta:.3g} KL, r being the Bradley-Terry reward of the pairs"
+            return "the pairs"
+        return f"E[r] - {self.beta:.3g} KL, r the Bradley-Terry reward of the pairs"
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Imitation:
         return "maximum_likelihood"
 
     def __str__(self) -> str:
-        return "ends at the maximum likelihood of the demonstrations"
+        return "the demonstrations"
 
 
 Target = Optimum | Preferred | Imitation
