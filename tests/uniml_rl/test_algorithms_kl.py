@@ -85,6 +85,15 @@ def test_estimates_of_masked_and_extreme_log_probs_are_finite(estimator):
     assert reference.grad is None
 
 
+def test_k3_never_pushes_away_from_the_reference():
+    log_probs = torch.tensor([[-300.0, -21.5, -20.5, -2.0, -0.5]], requires_grad=True)
+    reference = torch.tensor([[-1.0, -1.0, -1.0, -1.0, -300.0]])
+    kl_estimate("k3", log_probs, reference).sum().backward()
+    towards = (reference - log_probs).sign()
+    assert ((log_probs.grad * towards) <= 0).all()
+    assert log_probs.grad[0, 2:].ne(0).all()
+
+
 @pytest.mark.parametrize("shape", [(5, 3), (4, 6, 6), (2, 3, 4, 4)])  # packed, image and video latents
 def test_gaussian_kl_is_the_mean_over_elements_of_the_exact_kl(shape):
     torch.manual_seed(0)

@@ -19,8 +19,8 @@ def kl_estimate(
         k2 = d^2 / 2               biased value; its on-policy gradient is that of KL(pi || pi_ref)
         k3 = exp(-d) - 1 + d       unbiased, >= 0; its on-policy gradient is that of KL(pi_ref || pi)
 
-    The gradient goes to `log_prob` alone. d is clamped to +-20 in k3's exponential. Outside of `mask` the result is 0
-    and has no gradient. Raises ValueError for another estimator.
+    The gradient goes to `log_prob` alone. In k3 d is clamped at -20, below which there is no gradient. Outside of `mask`
+    the result is 0 and has no gradient. Raises ValueError for another estimator.
     """
     difference = log_prob.float() - reference_log_prob.detach().float()
     if mask is not None:
@@ -31,7 +31,9 @@ def kl_estimate(
         return difference.square() / 2
     if estimator != "k3":
         raise ValueError(f"{estimator!r} is no estimator from log-probs; there are k1, k2 and k3.")
-    return torch.expm1(-difference.clamp(-20, 20)) + difference
+    # Both terms: with the exponential's gradient alone gone, the other one would push further away.
+    difference = difference.clamp(min=-20)
+    return torch.expm1(-difference) + difference
 
 
 def gaussian_kl(mean: Tensor, reference_mean: Tensor, std: Tensor) -> Tensor:
