@@ -111,7 +111,7 @@ def test_nft_at_the_old_policy_has_the_gradient_of_the_advantage_weighted_denois
     assert torch.cat([(a - b).flatten() for a, b in zip(found, wanted, strict=True)]).norm() <= 1e-4 * norm
 
 
-@pytest.mark.parametrize(("power", "weighting"), [(None, "uniform"), (None, "clean"), (0.25, "level")])
+@pytest.mark.parametrize(("power", "weighting"), [(None, "uniform"), (None, "clean"), (0.25, "level"), (0.25, "noise")])
 def test_awm(world: DenoisingWorld, power: float | None, weighting: str) -> None:
     """A w(t) ||v - (noise - x0)||^2 or its power, + 0.2 ||v - v_old||^2 + 0.1 ||v - v_ref||^2."""
     objective = objective_of(
@@ -127,6 +127,7 @@ def test_awm(world: DenoisingWorld, power: float | None, weighting: str) -> None
     moved(world, 5, 0.03)
     segment, advantages = forward_segment(experience.trajectory), group_advantages(world, "batch_std", 1e-4, 1.0)
     assert {abs(a) == 1 for a in advantages.values()} == {True, False}
+    assert (segment.times == 1).any()  # pure noise, where the weight of `noise` is 0
 
     def expected(rows: list[int]) -> Tensor:
         now, total = outputs(world, experience), torch.zeros(())
@@ -136,7 +137,7 @@ def test_awm(world: DenoisingWorld, power: float | None, weighting: str) -> None
                 error = mean_square(now[row, t] - (noise - clean))
                 if power is not None:
                     error = ((error + 1e-10) ** power - 1e-10**power) / power
-                weight = {"uniform": 1.0, "level": sigma, "clean": sigma**2}[weighting]
+                weight = {"uniform": 1.0, "level": sigma, "clean": sigma**2, "noise": (1 - sigma) ** 2}[weighting]
                 total = total + advantages[row] * weight * error
                 total = total + 0.2 * mean_square(now[row, t] - old[row, t])
                 total = total + 0.1 * mean_square(now[row, t] - reference[row, t])

@@ -135,7 +135,8 @@ class AdvantageWeighted(Settings):
         """[b, t]: -w(t) e, or its power."""
         if self.power is None:
             return log_prob
-        error = -log_prob / weights + SMALLEST_ERROR
+        # Where the weight is 0 (the noise that pure noise implies) the error is not known, nor needed.
+        error = -log_prob / weights.where(weights > 0, 1.0) + SMALLEST_ERROR
         return -weights * (error.pow(self.power) - SMALLEST_ERROR**self.power) / self.power
 
 
