@@ -19,8 +19,8 @@ def kl_estimate(
         k2 = d^2 / 2               biased value; its on-policy gradient is that of KL(pi || pi_ref)
         k3 = exp(-d) - 1 + d       unbiased, >= 0; its on-policy gradient is that of KL(pi_ref || pi)
 
-    The gradient goes to `log_prob` alone. In k3 d is clamped at -20, below which there is no gradient. Outside of `mask`
-    the result is 0 and has no gradient. Raises ValueError for another estimator.
+    The gradient goes to `log_prob` alone. k3 clamps d at -20, below which there is no gradient. Outside of `mask` the
+    result is 0 and has no gradient. Raises ValueError for another estimator.
     """
     difference = log_prob.float() - reference_log_prob.detach().float()
     if mask is not None:
