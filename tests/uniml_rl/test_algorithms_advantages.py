@@ -382,3 +382,17 @@ def test_advantages_are_clamped_on_both_sides():
     advantages = torch.tensor([-9.0, -5.0, 0.3, 9.0])
     assert clip_advantages(advantages, 5.0).tolist() == pytest.approx([-5.0, -5.0, 0.3, 5.0])
     assert torch.equal(clip_advantages(advantages, None), advantages)
+
+
+def test_no_estimator_passes_a_gradient_on_to_the_rewards():
+    rewards = torch.tensor([1.0, 2.0, 4.0, 0.0], requires_grad=True)
+    groups, valid = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    found = [
+        group_advantages(rewards, valid, groups, scale="group_std", epsilon=0.0)[0],
+        leave_one_out(rewards, valid, groups)[0],
+        batch_advantages(rewards, valid, epsilon=0.0),
+        *gae(place_terminal_reward(rewards, mask), rewards.unsqueeze(1).expand(4, 2), mask, 1.0, 0.5),
+        RunningPromptStatistics(4, 1, 0.0).update(rewards, valid, groups)[0],
+    ]
+    assert not any(advantages.requires_grad for advantages in found)

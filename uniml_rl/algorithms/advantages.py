@@ -60,7 +60,7 @@ def group_advantages(
     row_group, counts = _group_counts(valid, groups)
     deviation = _deviation_from_group(rewards, valid, row_group, counts)
     if scale == "group_std":
-        variance = _per_group(deviation.square(), row_group, counts) / counts.clamp(min=1)
+        variance = _per_group(deviation.square(), row_group, counts) / counts
         advantages = _scaled(deviation, variance.sqrt()[row_group] + epsilon)
     elif scale == "batch_std":
         advantages = _scaled(deviation, _moments(rewards, valid, reduce)[1] + epsilon)
@@ -232,7 +232,7 @@ def _per_group(values: Tensor, row_group: Tensor, counts: Tensor) -> Tensor:
 
 
 def _deviation_from_group(rewards: Tensor, valid: Tensor, row_group: Tensor, counts: Tensor) -> Tensor:
-    mean = _per_group(rewards, row_group, counts) / counts.clamp(min=1)
+    mean = _per_group(rewards, row_group, counts) / counts  # NaN without a valid row, which nobody reads
     return torch.where(valid, rewards - mean[row_group], 0.0)
 
 
@@ -242,12 +242,12 @@ def _scaled(deviation: Tensor, divisor: Tensor) -> Tensor:
 
 
 def _moments(values: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor]:
-    """Mean and population std under the mask, in two passes, over all ranks with `reduce`. 0 of nothing."""
+    """Mean and population std under the mask, in two passes, over all ranks with `reduce`. NaN of nothing."""
     count_and_sum = torch.stack([mask.sum().double(), values.sum()])
     count, total = reduce(count_and_sum) if reduce else count_and_sum
-    mean = total / count.clamp(min=1)
+    mean = total / count
     squares = torch.where(mask, values - mean, 0.0).square().sum()
-    return mean, ((reduce(squares) if reduce else squares) / count.clamp(min=1)).sqrt()
+    return mean, ((reduce(squares) if reduce else squares) / count).sqrt()
 
 
 def _report(advantages: Tensor, row_group: Tensor, counts: Tensor) -> GroupReport:
