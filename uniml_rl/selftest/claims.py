@@ -264,9 +264,9 @@ ROWS: tuple[Row, ...] = (
         "denoising",
         "diffusion_dpo",
         None,
-        0.05,
+        0.3,
         data="preferences",
-        parts={"loss": {"beta": 2.0}, "forward": _FEW_DRAWS},
+        parts={"loss": {"beta": 10.0}, "forward": _FEW_DRAWS},
     ),
     Row(
         "denoising",
@@ -280,7 +280,10 @@ ROWS: tuple[Row, ...] = (
     ),
     # The reward's own gradient
     Row(  # from any of the few steps: the last one alone would be draft
-        *("denoising", "refl", None, 0.5),
+        "denoising",
+        "refl",
+        None,
+        0.5,
         variant="any step",
         parts={"gradient": {"first": 0.0}},
         stage=_SMALL,

@@ -153,7 +153,8 @@ class PointReward(Reward):
 class DenoisingProblem:
     """Data from a Gaussian in two dimensions, the exact denoiser of it, and a reward with another centre and shape.
 
-    Given samples are points around the reward's target. Of a pair the one of higher reward is preferred.
+    Given samples are points around the reward's target, and for pairs points of the data, of which the one of higher
+    reward is preferred.
     """
 
     data_mean = np.array([0.5, -0.5])
@@ -172,6 +173,7 @@ class DenoisingProblem:
         self.reference = self._chain(self.weight, self.bias)
         draw = np.random.default_rng(0).standard_normal((self.num_points, len(self.data_mean)))
         self.points = self.quadratic.target + draw @ np.array([[0.6, -0.2], [0.0, 0.4]])
+        self.data_points = self.data_mean + draw @ np.linalg.cholesky(self.data_covariance).T
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -184,7 +186,8 @@ class DenoisingProblem:
     def records(self, kind: DataKind) -> list[Record]:
         """The points one by one, those of high reward being desirable; or in pairs."""
         (prompt,) = self.prompts
-        samples = [Audio(point.unsqueeze(0), sampling_rate=1) for point in torch.tensor(self.points).float()]
+        points = torch.tensor(self.data_points if kind == "preferences" else self.points).float()
+        samples = [Audio(point.unsqueeze(0), sampling_rate=1) for point in points]
         scores = self.reward.score(samples, []).tolist()
         if kind == "preferences":
             pairs = [sorted((row, row + 1), key=lambda row: -scores[row]) for row in range(0, self.num_points, 2)]

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from modalities.errors import UserError, did_you_mean
-from uniml_rl.monitor.tables import markdown_table
+from uniml_rl.monitor.tables import Markup, markdown_table
 from uniml_rl.selftest.claims import ROWS, Row
 
 HEADINGS = ("row", "claim", "measured", "tolerance", "pass", "seconds")
@@ -58,7 +58,7 @@ class Outcome:
     def cells(self) -> tuple[str, ...]:
         """Under `HEADINGS`."""
         row = self.row
-        bound = f"{'>=' if row.target is None else '<='} {row.bound:g}"
+        bound = f"{'≥' if row.target is None else '≤'} {row.bound:g}"
         worst = f"{row.worst(self.measured):.3f}"
         return (row.name, row.claim, worst, bound, "yes" if self.passed else "NO", f"{self.seconds:.1f}")
 
@@ -97,5 +97,6 @@ def selftest(algorithms: Sequence[str], seeds: int, markdown: Path | None) -> li
 
 def page(outcomes: Iterable[Outcome], seeds: int) -> str:
     """The page of the docs."""
-    lines = markdown_table(HEADINGS, (outcome.cells() for outcome in outcomes))
+    # None of these cells holds markup, and escaped they would be hard to read in the file.
+    lines = markdown_table(HEADINGS, (list(map(Markup, outcome.cells())) for outcome in outcomes))
     return PAGE.format(seeds=seeds, table="\n".join(lines))
