@@ -141,3 +141,13 @@ def test_what_does_not_fit_the_sampler_is_refused_with_the_reason(
 )
 def test_what_fits_the_sampler_is_let_through(block: dict[str, Any], facts: tuple[LogProbUnit, str]) -> None:
     resolve_algorithm(block).check(4, *facts)
+
+
+@pytest.mark.parametrize("surrogate", [GRPOGuard(), FlowDPPO()])
+def test_no_gradient_goes_to_advantages_and_the_logged_ratio_has_none(surrogate: GRPOGuard | FlowDPPO) -> None:
+    shift, advantages = normal(2, 3, ELEMENTS).requires_grad_(), normal(2, 3, seed=2).requires_grad_()
+    given_inputs = inputs(shift, normal(2, 3, ELEMENTS, seed=1), torch.full((2, 3), 0.5), advantages)
+    terms = surrogate.terms(given_inputs)
+    assert not terms.ratio.requires_grad
+    found = torch.autograd.grad(terms.loss.sum(), [shift, advantages], allow_unused=True)
+    assert found[0] is not None and found[1] is None

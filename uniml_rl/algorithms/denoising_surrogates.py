@@ -91,6 +91,6 @@ class FlowDPPO(Surrogate):
 
     def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
         ratio, advantages = inputs.log_ratio.exp(), inputs.advantages.detach()
-        away = advantages * (ratio.detach() - 1) > 0
-        dropped = away & (_drift(inputs).detach() >= self.threshold)
+        away = advantages * (ratio - 1) > 0
+        dropped = away & (_drift(inputs) >= self.threshold)
         return SurrogateTerms(torch.where(dropped, 0.0, -advantages * ratio), dropped, ratio.detach())
