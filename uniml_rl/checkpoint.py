@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,7 +38,17 @@ def environment() -> dict[str, str | int]:
         "peft": version("peft"),
         "processor": platform.machine() + " " + torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
     }
+
+
+def _state_file(rank: int) -> str:
+    """Rank 0's holds what all ranks share, too."""
+    return f"state-{rank:05d}.pt" if rank else _STATE
+
+
+def _alone() -> None:
+    """Where the ranks would meet."""
 
 
 def sync_folder(folder: Path) -> None:
@@ -49,11 +60,21 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _finish_file(path: Path) -> str:
-    """Flushes the file to the disk and returns its SHA-256."""
+def _flush(path: Path) -> None:
     with path.open("rb") as handle:
         os.fsync(handle.fileno())
+
+
+def _finish_file(path: Path) -> str:
+    """Flushes the file to the disk and returns its SHA-256."""
+    _flush(path)
     return _sha256(path)
+
+
+def _save_weights(weights: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
+    for name, tensors in weights.items():
+        contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        save_file(contiguous, folder / f"{name}.safetensors")
 
 
 def _sha256(path: Path) -> str:
@@ -71,6 +92,44 @@ class Checkpoint:
     weights: dict[str, dict[str, Tensor]]  # policy or critic name -> its weight state
     state: dict[str, Any]  # optimizers, positions, statistics: tensors and plain values
     manifest: dict[str, Any]
+    own: dict[str, Any] | None = None  # this rank's own state, if it is not rank 0 and the checkpoint has it
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks wrote it."""
+        return int(self.manifest["environment"].get("ranks", 1))
+
+    def state_on(self, ranks: int) -> dict[str, Any]:
+        """The state with what this rank kept for itself, for a run of so many ranks.
+
+        Raises UserError if the ranks kept samples and there are other ranks now.
+        """
+        if self.ranks == ranks:
+            return _merged(self.state, self.own or {})
+        if "trainer" in self.state and _keeps_samples(self.state):
+            raise UserError(
+                f"the checkpoint was written by {self.ranks} processes, and each kept experience or statistics of its "
+                f"own samples, which cannot be shared out to {ranks}; start {self.ranks}."
+            )
+        return self.state
+
+
+def _own_part(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an open stage's state what may differ between ranks."""
+    if "trainer" not in state:
+        return {}
+    return {"trainer": {"objective": state["trainer"]["objective"]}, "rewards": state["rewards"]}
+
+
+def _merged(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    return {**state, **own, "trainer": {**state["trainer"], **own["trainer"]}} if own else dict(state)
+
+
+def _keeps_samples(state: Mapping[str, Any]) -> bool:
+    """Whether an open stage has kept experience, or rewards that remember."""
+    replay = state["trainer"]["objective"].get("replay", {})
+    rewards = [remembered for each in state["rewards"]["sets"] for remembered in each.values()]
+    return any([*replay.values(), *rewards])
 
 
 class CheckpointStore:
@@ -81,51 +140,67 @@ class CheckpointStore:
         self.keep = keep
 
     def save(
-        self, iteration: int, weights: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any], about: dict[str, Any]
+        self,
+        iteration: int,
+        weights: Mapping[str, Mapping[str, Tensor]],
+        state: dict[str, Any],
+        about: dict[str, Any],
+        rank: int = 0,
+        meet: Callable[[], None] = _alone,
     ) -> Path:
         """Writes a complete checkpoint aside, flushes it, renames it, and then removes old ones.
 
         `about` is readable information for the manifest. A kill at any moment leaves either the old set of checkpoints
-        or the new one; an earlier checkpoint of the same iteration is replaced only by the rename.
+        or the new one; an earlier checkpoint of the same iteration is replaced only by the rename. Of several ranks all
+        call it; those other than 0 add what they alone know, and `meet` returns when all have come to it.
         """
         final = self.folder / f"{_PREFIX}{iteration:06d}"
         aside, replaced = (self.folder / f"{state}{final.name}" for state in (".writing-", _REPLACED))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
         try:
-            for name, tensors in weights.items():
-                contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-                save_file(contiguous, aside / f"{name}.safetensors")
-            torch.save(state, aside / _STATE)
-            hashes = {path.name: _finish_file(path) for path in sorted(aside.iterdir())}
-            manifest = {
-                "schema": SCHEMA,
-                "iteration": iteration,
-                "sha256": hashes,
-                "environment": environment(),
-                **about,
-            }
-            (aside / MANIFEST).write_text(json.dumps(manifest, indent=2))
-            _finish_file(aside / MANIFEST)
-            sync_folder(aside)
-            if final.exists():  # a stage that ended without an iteration
-                shutil.rmtree(replaced, ignore_errors=True)
-                final.rename(replaced)
-            aside.rename(final)
-            sync_folder(self.folder)
+            if rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir()
+            meet()
+            if not aside.is_dir():
+                raise UserError(f"rank {rank} does not see {aside}: a run's folder must be one that all nodes share.")
+            torch.save(state if rank == 0 else _own_part(state), aside / _state_file(rank))
+            _flush(aside / _state_file(rank))
+            if rank == 0:
+                _save_weights(weights, aside)
+            meet()
+            if rank == 0:
+                self._finish(aside, final, replaced, {"iteration": iteration, **about})
+            meet()
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise UserError(
                 f"checkpoint {final} could not be written ({error.strerror or error}); the last good one is kept. "
                 "Free disk space and run the same command again."
             ) from error
+        if rank == 0:
+            self._remove_old(replaced)
+        return final
+
+    def _finish(self, aside: Path, final: Path, replaced: Path, about: dict[str, Any]) -> None:
+        """The manifest, the flush and the rename of what all ranks have written aside."""
+        hashes = {path.name: _finish_file(path) for path in sorted(aside.iterdir())}
+        manifest = {"schema": SCHEMA, **about, "sha256": hashes, "environment": environment()}
+        (aside / MANIFEST).write_text(json.dumps(manifest, indent=2))
+        _finish_file(aside / MANIFEST)
+        sync_folder(aside)
+        if final.exists():  # a stage that ended without an iteration
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        aside.rename(final)
+        sync_folder(self.folder)
+
+    def _remove_old(self, replaced: Path) -> None:
         for old in self.complete()[: -self.keep]:
             # Renamed first, so that a kill in between leaves nothing that looks like a checkpoint.
             old.rename(self.folder / f"{_REMOVED}{old.name}")
         for path in (*self.folder.glob(f"{_REMOVED}*"), replaced):
             shutil.rmtree(path, ignore_errors=True)
-        return final
 
     def complete(self) -> list[Path]:
         """Folders of finished checkpoints, oldest first; a half-written one has another name.
@@ -146,8 +221,11 @@ class CheckpointStore:
         return complete[-1] if complete else None
 
 
-def load_checkpoint(folder: Path) -> Checkpoint:
-    """Reads and verifies a checkpoint; raises UserError that names the file if a hash or the schema does not fit."""
+def load_checkpoint(folder: Path, rank: int = 0) -> Checkpoint:
+    """Reads and verifies a checkpoint, with the own state of one rank.
+
+    Raises UserError that names the file if it is missing, or a hash or the schema does not fit.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
@@ -167,7 +245,9 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         Path(name).stem: load_file(folder / name) for name in manifest["sha256"] if name.endswith(".safetensors")
     }
     state = torch.load(folder / _STATE, weights_only=True)
-    return Checkpoint(weights, state, manifest)
+    has_own = rank > 0 and _state_file(rank) in manifest["sha256"]
+    own = torch.load(folder / _state_file(rank), weights_only=True) if has_own else None
+    return Checkpoint(weights, state, manifest, own)
 
 
 def environment_changes(manifest: Mapping[str, Any]) -> list[str]:

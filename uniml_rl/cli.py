@@ -1,6 +1,7 @@
 """The command line. Each command hands over to one function, imported when it runs, so that `--help` is instant.
 
-Exit codes: 0 done, 1 a bug (with its traceback), 2 a mistake of the user (one message), 130 interrupted.
+Exit codes: 0 done, 1 a bug (with its traceback) or a rank that was lost (one message), 2 a mistake of the user (one
+message), 130 interrupted. The processes of one run all end with the same code, and one of them says why.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rich.text import Text
 
 from modalities.errors import UserError
 from uniml_rl import __version__
+from uniml_rl.engines.endings import EndedByAnotherRankError, LostRankError
 
 app = typer.Typer(
     name="uniml-rl",
@@ -216,7 +218,10 @@ def _well_behaved(verbose: bool, interrupted: str = "") -> Iterator[None]:
     # A component of the user's own, `type: my_module:MyReward`, lies where the command is started; what is installed
     # comes first, so that nothing there can take the place of a library.
     sys.path.append(os.getcwd())
-    warnings.showwarning = lambda message, *_: _say(f"Warning: {message}", "yellow")
+    if os.environ.get("RANK", "0") == "0":
+        warnings.showwarning = lambda message, *_: _say(f"Warning: {message}", "yellow")
+    else:  # rank 0 warns of the same
+        warnings.showwarning = lambda *_: None
     if not verbose:
         _silence_libraries()
     try:
@@ -224,6 +229,11 @@ def _well_behaved(verbose: bool, interrupted: str = "") -> Iterator[None]:
     except UserError as error:
         _say(f"Error: {error}", "bold red")
         raise typer.Exit(2) from None
+    except LostRankError as error:
+        _say(f"Error: {error}", "bold red")
+        raise typer.Exit(1) from None
+    except EndedByAnotherRankError as error:
+        raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         _say(f"Interrupted. {interrupted}".strip(), "yellow")
         raise typer.Exit(130) from None

@@ -86,7 +86,10 @@ class OpenStage:
 
 
 class Curriculum:
-    """Runs the stages of a configuration in a folder, from wherever its last checkpoint stands."""
+    """Runs the stages of a configuration in a folder, from wherever its last checkpoint stands.
+
+    Every rank runs one. Rank 0 alone has a `writer`, evaluates, exports, and writes samples and reports.
+    """
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class Curriculum:
         folder: Path,
         engine: Engine,
         device: str,
-        writer: MetricsWriter,
+        writer: MetricsWriter | None,
         progress: Progress,
     ) -> None:
         self.config = config
@@ -117,15 +120,23 @@ class Curriculum:
 
     def restore(self) -> dict[str, Any] | None:
         """Takes the newest checkpoint, if there is one, and brings the metrics back to it; returns its manifest."""
-        latest = self.store.latest()
-        if latest is None:
-            self.writer.rewind(-1)
-            return None
-        checkpoint = load_checkpoint(latest)
-        self.position = Position(**checkpoint.state["position"])
-        self._restored, self._restored_weights = checkpoint.state, checkpoint.weights
-        self.writer.rewind(self.position.total_iterations)
-        return checkpoint.manifest
+        latest = self.store.latest() if self._leads else None
+        checkpoint = None
+        for name in self.engine.union_of_names([latest.name] if latest else []):  # rank 0 has chosen for all
+            checkpoint = load_checkpoint(self.store.folder / name, self.engine.rank)
+            self.position = Position(**checkpoint.state["position"])
+            self._restored, self._restored_weights = checkpoint.state_on(self.engine.world_size), checkpoint.weights
+        if self.writer is not None:
+            self.writer.rewind(self.position.total_iterations if checkpoint else -1)
+        return checkpoint.manifest if checkpoint else None
+
+    @property
+    def _leads(self) -> bool:
+        return self.engine.rank == 0
+
+    def _write(self, stage: str, iteration: int, metrics: dict[str, float]) -> None:
+        if self.writer is not None:
+            self.writer.write(stage, iteration, self.position.total_iterations, metrics)
 
     def run(self) -> None:
         """Trains until every stage has ended."""
@@ -159,7 +170,7 @@ class Curriculum:
             if self._checkpoint_seconds is not None:
                 metrics["time/checkpoint"], self._checkpoint_seconds = self._checkpoint_seconds, None
             # The row comes first: a checkpoint that is found says that the rows up to it are on the disk.
-            self.writer.write(config.name, position.iteration, position.total_iterations, metrics)
+            self._write(config.name, position.iteration, metrics)
             if not ended and position.total_iterations % self.config.checkpoint.every == 0:
                 self._checkpoint_seconds = self._save(stage)
             self.progress.advance(position.iteration, metrics)
@@ -178,7 +189,8 @@ class Curriculum:
 
     def _close(self, stage: OpenStage) -> None:
         """Exports the policy, moves on, and saves what later stages need."""
-        export_policy(stage.policy, self.folder / EXPORTS / stage.config.policy)
+        if self._leads:
+            export_policy(stage.policy, self.folder / EXPORTS / stage.config.policy)
         stage.rewards.close()
         if stage.evaluator is not None:
             stage.evaluator.close()
@@ -195,8 +207,13 @@ class Curriculum:
         return self.folder / "evaluations" / stage / f"iteration-{iteration:06d}.pt"
 
     def _evaluation_metrics(self, stage: OpenStage) -> dict[str, float]:
-        if stage.evaluator is None:
-            return {}
+        """The evaluation's numbers, on rank 0; the others wait for it."""
+        metrics = self._evaluated(stage, stage.evaluator) if stage.evaluator is not None else {}
+        if stage.config.evaluation is not None:
+            self.engine.wait()
+        return metrics
+
+    def _evaluated(self, stage: OpenStage, evaluator: Evaluator) -> dict[str, float]:
         started = time.perf_counter()
         name, iteration = stage.config.name, self.position.iteration
         first_path = self.evaluation_path(name, 0)
@@ -205,7 +222,7 @@ class Curriculum:
         weight_sets = {"eval": "current"} | ({"eval_ema": "ema"} if stage.config.ema and iteration else {})
         for prefix, weights in weight_sets.items():
             self.progress.activity(f"evaluation of {weights} weights")
-            evaluation = stage.evaluator.run(weights)
+            evaluation = evaluator.run(weights)
             metrics |= evaluation_metrics(prefix, evaluation, before)
             if weights == "current":
                 evaluation.save(self.evaluation_path(name, iteration))
@@ -224,7 +241,7 @@ class Curriculum:
         metrics = self._evaluation_metrics(stage)
         if metrics:
             metrics["stage/index"] = float(self.position.stage)
-            self.writer.write(stage.config.name, 0, self.position.total_iterations, metrics)
+            self._write(stage.config.name, 0, metrics)
 
     def reports(self) -> list[StageReport]:
         """Before and after of every finished stage that has held-out evaluations, from the files of the run."""
@@ -286,6 +303,7 @@ class Curriculum:
             if config.ema is not None:
                 policy.average("ema", config.ema.decay)
         self._restored = None
+        self.engine.check_equal_start()
         return stage
 
     def _policy(self, name: str) -> Policy:
@@ -344,7 +362,7 @@ class Curriculum:
 
     def _evaluator(self, config: StageConfig, policy: Policy, rewards: StageRewards, index: int) -> Evaluator | None:
         settings = config.evaluation
-        if settings is None:
+        if settings is None or not self._leads:
             return None
         prompts = settings.prompts.build(self.config.seed).first(settings.count)
         judges = build_rewards(settings.rewards, self.device, self.folder)
@@ -371,5 +389,6 @@ class Curriculum:
         # Policies that were restored, but that no stage has opened since, are in nobody else's hands.
         weights |= {name: kept for name, kept in self._restored_weights.items() if name in needed}
         stage_name = self.config.stages[first_needed].name
-        self.store.save(self.position.total_iterations, weights, state, {"run": self.config.name, "stage": stage_name})
+        about = {"run": self.config.name, "stage": stage_name}
+        self.store.save(self.position.total_iterations, weights, state, about, self.engine.rank, self.engine.wait)
         return time.perf_counter() - started

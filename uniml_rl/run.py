@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -14,9 +15,11 @@ from uniml_rl.check import preflight
 from uniml_rl.checkpoint import environment_changes, locked
 from uniml_rl.config import LoadedConfig, difference, load_yaml, resolved_dump, validate
 from uniml_rl.curriculum import Curriculum
+from uniml_rl.engines.ranks import ending_together, launched
 from uniml_rl.monitor.progress import Progress
 from uniml_rl.monitor.report import write_report
 from uniml_rl.monitor.writer import MetricsWriter
+from uniml_rl.yaml_files import KeyPath
 
 CONFIG_FILE = "config.yaml"
 _log = logging.getLogger(__name__)
@@ -25,22 +28,28 @@ _log = logging.getLogger(__name__)
 def train_from_yaml(path: str | Path, overrides: Sequence[str] = (), folder: str | Path | None = None) -> None:
     """Trains what the file describes, from the beginning or from the folder's last checkpoint.
 
-    Raises UserError for a wrong configuration, a folder of another configuration, or a folder in use.
+    Every process of a launcher calls it. Raises UserError for a wrong configuration, a folder of another configuration,
+    or a folder in use; on one rank that, and EndedByAnotherRankError on the others.
     """
-    loaded = load_yaml(path, overrides)
-    config = validate(RunConfig, loaded)
-    run_folder = Path(folder or config.folder or Path("runs") / config.name)
-    with locked(run_folder):
-        _compare(run_folder, config, str(path))
-        train(config, loaded, run_folder)
+    launch = launched()
+    with ending_together(launch):
+        loaded = load_yaml(path, overrides)
+        config = validate(RunConfig, loaded)
+        run_folder = Path(folder or config.folder or Path("runs") / config.name)
+        with locked(run_folder) if launch.rank == 0 else nullcontext():
+            if launch.rank == 0:
+                _compare(run_folder, config, str(path))
+            train(config, loaded, run_folder)
 
 
 def train(config: RunConfig, loaded: LoadedConfig, folder: Path) -> None:
     """Runs or continues a validated configuration in its folder, and writes the report at the end."""
     console = Console()
     engine = config.engine.build()
-    writer = MetricsWriter(folder)
-    with Progress(console) as progress:
+    check_shares(config, loaded, engine.world_size)
+    leads = engine.rank == 0
+    writer = MetricsWriter(folder) if leads else None
+    with Progress(console, quiet=not leads) as progress:
         curriculum = Curriculum(config, folder, engine, config.engine.resolve_device(), writer, progress)
         manifest = curriculum.restore()
         if curriculum.finished:
@@ -52,10 +61,25 @@ def train(config: RunConfig, loaded: LoadedConfig, folder: Path) -> None:
                     progress.note(f"changed since the checkpoint, so bits may differ: {line}")
             progress.activity("checking the configuration")
             preflight(config, loaded)
-            _save_config(folder, config)
+            if leads:
+                _save_config(folder, config)
             curriculum.run()
-    writer.close()
-    write_report(folder, config.name, curriculum.reports(), next_commands(config, folder), console)
+    if writer is not None:
+        writer.close()
+        write_report(folder, config.name, curriculum.reports(), next_commands(config, folder), console)
+    engine.wait()
+
+
+def check_shares(config: RunConfig, loaded: LoadedConfig, ranks: int) -> None:
+    """Raises UserError if a stage gives some of the ranks nothing to sample or to read."""
+    for index, stage in enumerate(config.stages):
+        drawn: dict[KeyPath, tuple[str, int]] = {(): ("prompts_per_iteration", stage.prompts_per_iteration)}
+        if stage.auxiliary is not None:
+            drawn[("auxiliary",)] = ("records_per_step", stage.auxiliary.records_per_step)
+        for place, (key, count) in drawn.items():
+            if count < ranks:
+                message = f"{count} cannot be shared by {ranks} processes; use at least {ranks}, or fewer processes."
+                raise loaded.error(("stages", index, *place, key), message)
 
 
 def next_commands(config: RunConfig, folder: Path) -> list[str]:

@@ -144,7 +144,7 @@ class Trainer:
             sampled += prompts
         metrics.steps("resampling/rounds", rounds)
         metrics.steps("resampling/dropped_groups", sampled - (wanted - missing))
-        if missing > 0 and not self._warned_of_missing_groups:
+        if missing > 0 and not self._warned_of_missing_groups and self.engine.rank == 0:
             self._warned_of_missing_groups = True
             _log.warning(
                 "stage %r, iteration %d: of %d prompts sampled in %d rounds, only %d of the %d wanted had samples that "

@@ -129,6 +129,12 @@ class Engine(ABC):
     def union_of_names(self, names: list[str]) -> list[str]:
         """The sorted union of all ranks' names, so that ranks which log different metrics reduce the same keys."""
 
+    def check_equal_start(self) -> None:
+        """Raises UserError on every rank if the attached modules do not hold the same weights on all of them."""
+
+    def wait(self) -> None:
+        """Returns when every rank has called it, however long that takes: one of them may work alone meanwhile."""
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Optimizer moments, step counts and skip counters, as tensors and plain values."""

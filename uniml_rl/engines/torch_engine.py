@@ -1,4 +1,4 @@
-"""PyTorch in one process: autocast, accumulation, clipping, schedules."""
+"""PyTorch's own engine: autocast, accumulation, clipping, schedules; `replicated.py` adds the other ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from modalities.errors import UserError
 from modalities.settings import Settings
 from uniml_rl.engines.base import Engine, OptimizerSettings, ScheduleSettings, StepReport
+from uniml_rl.engines.ranks import join, launched
 
 
 class TorchEngineConfig(Settings):
-    """The torch engine in one process."""
+    """PyTorch itself, in one process or in several that a launcher starts (docs/scaling.md)."""
 
     type: Literal["torch"] = "torch"
     """Name of the engine."""
@@ -27,8 +28,19 @@ class TorchEngineConfig(Settings):
     """Precision of forward passes: bf16 is autocast over float32 trainable weights."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch; None leaves torch's own choice. A resumed run is equal bit for bit only with the same."""
+    shard: Literal["none", "ddp"] = "none"
+    """What several processes share: none is one process; ddp keeps the whole model in each, splits the samples and sums
+    the gradients, and in one process is the same as none."""
+    timeout_seconds: float = Field(default=1800.0, gt=0)
+    """Longest wait for the other processes in one exchange, after which the run ends; not read with `shard: none`."""
     max_skipped_steps: int = Field(default=5, ge=1)
     """Ends the run after this many optimizer steps in a row that were skipped for a non-finite gradient."""
+
+    @model_validator(mode="after")
+    def _time_out_is_read(self) -> TorchEngineConfig:
+        if self.shard == "none" and self.timeout_seconds != type(self).model_fields["timeout_seconds"].default:
+            raise ValueError("timeout_seconds: one process waits for no other; remove it or take shard: ddp")
+        return self
 
     def resolve_device(self) -> str:
         """The device that `auto` stands for on this machine. UserError if the one that is asked for is not there."""
@@ -39,10 +51,24 @@ class TorchEngineConfig(Settings):
         return self.device
 
     def build(self) -> TorchEngine:
-        """The engine; sets the number of threads."""
+        """The engine; sets the number of threads and, with several processes, joins the others.
+
+        Raises UserError if a launcher has started more processes than `shard` is for.
+        """
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        return TorchEngine(self.resolve_device(), self.precision, self.max_skipped_steps)
+        launch, device = launched(), self.resolve_device()
+        if launch.world_size == 1:
+            return TorchEngine(device, self.precision, self.max_skipped_steps)
+        if self.shard == "none":
+            raise UserError(
+                f"{launch.world_size} processes were started, and each would train by itself: set engine.shard: ddp, "
+                "or start one process."
+            )
+        from uniml_rl.engines.replicated import ReplicatedEngine  # which stands on this file
+
+        join(launch, device, self.timeout_seconds)
+        return ReplicatedEngine(device, self.precision, self.max_skipped_steps)
 
 
 def learning_rate_at(peak: float, schedule: ScheduleSettings, iteration: int) -> float:
@@ -69,7 +95,7 @@ def _make_optimizer(settings: OptimizerSettings, parameters: list[nn.Parameter])
 
 
 class TorchEngine(Engine):
-    """One process, no sharding."""
+    """One process with the whole model."""
 
     def __init__(self, device: str, precision: str = "fp32", max_skipped_steps: int = 5) -> None:
         self.rank, self.world_size = 0, 1

@@ -1,0 +1,283 @@
+"""What the processes of test_ranks.py do: `python rank_work.py FOLDER`, once per rank, writes results.json.
+
+The reward `Mortal` remembers its rank's samples, and kills or fails its process where the environment says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from contracts.catalog import POLICY, run_config
+from contracts.harness import make_critic
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from toy_runs import Surprise, load_run, prompts, stage
+
+from modalities.errors import UserError
+from modalities.randomness import seeded_generator
+from modalities.samples import Image, Prompt, Sample, Text
+from rewards.base import Reward, RewardConfig
+from rewards.combine import RewardResult
+from uniml_rl.build import RunConfig, StageConfig, build_objective, build_policy
+from uniml_rl.config import load_yaml
+from uniml_rl.engines import replicated
+from uniml_rl.engines.base import Engine, OptimizerSettings
+from uniml_rl.engines.ranks import ending_together, launched
+from uniml_rl.engines.replicated import ReplicatedEngine
+from uniml_rl.engines.torch_engine import TorchEngine, TorchEngineConfig
+from uniml_rl.run import train
+from uniml_rl.trainer import Trainer
+
+RUN, WHOLE, RESULTS = "run.yaml", "whole", "results.json"
+STEPS = 5
+
+
+class MortalConfig(RewardConfig):
+    """A reward with a memory, and a process that may end in it."""
+
+    type: Literal["rank_work:MortalConfig"] = "rank_work:MortalConfig"
+    """Import path of this class."""
+    timeout_seconds: float | None = None
+    """No thread is needed."""
+
+    def build(self, device: str) -> Reward:
+        return Mortal()
+
+
+class Mortal(Surprise):
+    """DIE_AT and FAIL_AT are `<rank> <call>`."""
+
+    calls = 0
+
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> Tensor:
+        self.calls += 1
+        here = f"{os.environ.get('RANK', 0)} {self.calls}"
+        if os.environ.get("DIE_AT") == here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ.get("FAIL_AT") == here:
+            raise UserError("this rank cannot go on.")
+        return super().score(samples, prompts)
+
+
+# -- one process and two ranks ---------------------------------------------------------------------------------------
+
+
+class Scores:
+    """Random scores by prompt, and NaN for those of `failing` prompts; `seen` are the samples."""
+
+    def __init__(self, failing: Callable[[int], bool] = lambda prompt: False, useless: bool = False) -> None:
+        self.failing, self.useless, self.seen = failing, useless, list[Tensor]()
+
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt], iteration: int) -> RewardResult:
+        self.seen += [_content(sample) for sample in samples]
+        drawn: dict[int, int] = {}
+        totals = []
+        for prompt in prompts:
+            place = drawn[prompt.index] = drawn.get(prompt.index, -1) + 1
+            value = torch.rand(8, generator=seeded_generator(iteration, prompt.index))[place]
+            if self.failing(prompt.index):
+                value = torch.tensor(0.5 if self.useless else torch.nan)
+            totals.append(value)
+        total = torch.stack(totals)
+        return RewardResult(total, total.isfinite(), {"r": total}, {"r": total}, {"r": 1.0}, {"r": Counter()})
+
+
+def _content(sample: Sample) -> Tensor:
+    if isinstance(sample, Text):
+        return torch.tensor([ord(letter) for letter in sample.text], dtype=torch.float32)
+    assert isinstance(sample, Image)
+    return sample.pixels.flatten() / 255
+
+
+DAPO = {"name": "dapo", "overlong": {"maximum": 4, "buffer": 2}, "dynamic_sampling": {"rounds": 1}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "toy grpo": ("toy", {"algorithm": {"name": "grpo"}}),
+    "toy ppo": ("toy", {"algorithm": {"name": "ppo", "minibatches": 1}, "critic": {}}),
+    "toy nothing valid on rank 1": ("toy", {"algorithm": {"name": "grpo"}}),
+    "toy nothing useful on rank 1": ("toy", {"algorithm": DAPO}),
+    "gpt2 grpo": ("gpt2", {"algorithm": {"name": "grpo"}}),
+    "gpt2 ppo": ("gpt2", {"algorithm": {"name": "ppo", "minibatches": 1}, "critic": {}}),
+    "gpt2-lora grpo": ("gpt2-lora", {"algorithm": {"name": "grpo"}}),
+    "sd3-guided-lora flow_grpo": ("sd3-guided-lora", {"algorithm": {"name": "flow_grpo", "minibatches": 1}}),
+    "sd-epsilon ddpo": ("sd-epsilon", {"algorithm": {"name": "ddpo", "minibatches": 1}}),
+}
+"""An entry of the contracts' catalogue, and the keys of a stage."""
+
+
+class Run:
+    """A case on one engine: the samples, the gradient of the first optimizer step, the path of the weights."""
+
+    def __init__(self, name: str, engine: Engine, run: RunConfig, folder: Path) -> None:
+        keys = CASES[name][1]
+        optimizer = {"learning_rate": 1e-3, "gradient_clip": None, "epsilon": 1e-6}
+        config = StageConfig.model_validate(
+            stage(folder, prompts_per_iteration=3, micro_batch=2, optimizer=optimizer, **keys)
+            | {"prompts": prompts(folder, "one two three") | {"shuffle": False}}
+        )
+        policy = build_policy(run, POLICY, "cpu")
+        critic = make_critic(policy) if config.critic is not None else None
+        objective = build_objective(config.algorithm, critic, None)
+        modules = {"policy": (policy.trainable_modules(), config.optimizer)}
+        if critic is not None:
+            modules["critic"] = (critic.trainable_modules(), config.optimizer)
+        engine.attach(modules)
+        objective.start(policy)
+        # Of the three prompts of a rollout rank 0 has the first, rank 1 the others.
+        failing = "rank 1" in name
+        scores = Scores(lambda prompt: failing and prompt != 0, useless="useful" in name)
+        assert config.prompts is not None
+        trainer = Trainer(policy, config.prompts.build(0), scores, objective, engine, config, 0, 0)
+        self.parameters = [p for part, _ in modules.values() for m in part.values() for p in m.parameters()]
+        self.parameters = [p for p in self.parameters if p.requires_grad]
+        start, self.gradient = self._weights(), torch.zeros(0)
+        hook = register_optimizer_step_pre_hook(lambda *_: self._keep_gradient())
+        self.metrics = [trainer.iterate(iteration).metrics for iteration in range(STEPS)]
+        hook.remove()
+        self.update, self.samples, self.steps = self._weights() - start, scores.seen, trainer.optimizer_steps
+
+    def _weights(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.parameters])
+
+    def _keep_gradient(self) -> None:
+        if not len(self.gradient):
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            self.gradient = torch.cat([part.flatten().clone() for part in parts])
+
+
+def compare(name: str, engine: ReplicatedEngine, run: RunConfig, folder: Path) -> dict[str, Any]:
+    """One process beside two ranks, on rank 0; the others bring their samples."""
+    alone = Run(name, TorchEngine("cpu"), run, folder) if engine.rank == 0 else None
+    engine.wait()
+    together = Run(name, engine, run, folder)
+    engine.check_equal_start()  # and end
+    samples = _of_all_ranks(together.samples, engine)
+    if alone is None:
+        return {}
+    return {
+        "samples": _largest_distance(samples, sorted(alone.samples, key=Tensor.tolist)),
+        "different samples": len({tuple(sample.tolist()) for sample in samples}),
+        "gradient": float((together.gradient - alone.gradient).norm() / alone.gradient.norm()),
+        "update": float((together.update - alone.update).norm() / alone.update.norm()),
+        "steps": together.steps,
+        "metrics": _unequal_metrics(together.metrics, alone.metrics),
+    }
+
+
+def _of_all_ranks(samples: list[Tensor], engine: ReplicatedEngine) -> list[Tensor]:
+    """Sorted by what they are, because one process makes them in another order."""
+    everyone: list[Any] = [None] * engine.world_size
+    torch.distributed.all_gather_object(everyone, samples)
+    return sorted((sample for each in everyone for sample in each), key=Tensor.tolist)
+
+
+def _largest_distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    if [len(sample) for sample in found] != [len(sample) for sample in expected]:
+        return float("inf")
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True) if len(a))
+
+
+def _unequal_metrics(found: list[dict[str, float]], expected: list[dict[str, float]]) -> list[str]:
+    unequal = []
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for name in ours.keys() | theirs.keys():
+            if not name.startswith(("time/", "throughput/", "memory/")):
+                a, b = ours.get(name), theirs.get(name)
+                if a is None or b is None or abs(a - b) > 1e-5 + 1e-3 * abs(b):
+                    unequal.append(f"{name} of iteration {step}: {a} for {b}")
+    return unequal
+
+
+# -- the engine by itself --------------------------------------------------------------------------------------------
+
+
+def check_engine(engine: ReplicatedEngine) -> dict[str, bool]:
+    rank, found = engine.rank, {}
+    rows = {0: torch.tensor([[1.5, 2.5]], dtype=torch.float64), 1: torch.zeros(0, 2, dtype=torch.float64)}[rank]
+    gathered = engine.gather_rows(rows)
+    found["rows of a rank without any"] = gathered.tolist() == [[1.5, 2.5]] and gathered.dtype == torch.float64
+    found["flags"] = engine.gather_rows(torch.tensor([rank == 0, True])).tolist() == [True, True, False, True]
+    big = torch.tensor((1 << 60) + rank)
+    found["whole numbers"] = int(engine.sum_over_ranks(big)) == (1 << 61) + 1 and int(big) == (1 << 60) + rank
+    found["names"] = engine.union_of_names([["b", "a"], []][rank]) == ["a", "b"]
+    found |= _check_steps(engine)
+    first = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(first.weight, 1.0)
+    engine.attach({"p": ({"m": first}, OptimizerSettings())})
+    engine.check_equal_start()
+    with torch.no_grad():
+        first.weight[0, 1] += rank * 1e-7
+    found["unequal weights"] = "rank 1 would start with other weights of p.m" in _refusal(engine.check_equal_start)
+    return found
+
+
+def _refusal(work: Callable[[], None]) -> str:
+    try:
+        work()
+    except (UserError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def _check_steps(engine: ReplicatedEngine) -> dict[str, bool]:
+    """Sums in several buckets, parameters that one rank or none has used, gradients that are not finite on one rank."""
+    found = {}
+    rank, module = engine.rank, nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(4)])
+    settings = OptimizerSettings(type="sgd", learning_rate=1.0, weight_decay=0.5, gradient_clip=None)
+    engine.attach({"p": ({"m": module}, settings)})
+    elements, replicated._BUCKET_ELEMENTS = replicated._BUCKET_ELEMENTS, 5
+    factors = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 30.0])]
+    for _ in range(2):  # micro-batches
+        engine.backward((module[0] * factors[rank]).sum() + (module[3] * factors[rank]).sum())
+    if rank == 1:
+        engine.backward(module[1].sum())
+    report = engine.step(0)
+    summed = 1 - (2 * (factors[0] + factors[1]) + 0.5)
+    found["sums"] = all(torch.equal(module[i].detach(), summed) for i in (0, 3))
+    found["used on one rank"] = module[1].detach().tolist() == [-0.5] * 3
+    found["used on none"] = module[2].detach().tolist() == [1.0] * 3
+    norm = (2 * (factors[0] + factors[1]).square().sum() * 4 + 3).sqrt()
+    found["norm"] = abs(report.gradient_norm["p"] - float(norm)) < 1e-4
+    replicated._BUCKET_ELEMENTS = elements
+    before = module[0].detach().clone()
+    engine.backward((module[0] * (torch.nan if rank == 1 else 1.0)).sum())
+    found["not finite on one rank"] = engine.step(0).skipped and torch.equal(module[0].detach(), before)
+    engine.max_skipped_steps = 2
+    engine.backward((module[0] * (torch.inf if rank == 0 else 1.0)).sum())
+    found["again and again"] = "2 optimizer steps in a row" in _refusal(lambda: engine.step(0) and None)
+    clipped = OptimizerSettings(type="sgd", learning_rate=1.0, gradient_clip=1.0)
+    whole = nn.ParameterList([nn.Parameter(torch.zeros(2))])
+    engine.attach({"p": ({"m": whole}, clipped)})
+    engine.backward((whole[0] * torch.tensor([3.0, 0.0] if rank == 0 else [0.0, 4.0])).sum())
+    engine.step(0)
+    found["clipping by the norm of the sum"] = torch.allclose(whole[0].detach(), torch.tensor([-0.6, -0.8]))
+    return found
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    # In a process group of torch's, transformers saves models on rank 0 alone.
+    own = folder / f"models-{os.environ['RANK']}"
+    own.mkdir()
+    configs = {entry: run_config(entry, own / entry) for entry, _ in CASES.values()}
+    with ending_together(launched()):
+        engine = TorchEngineConfig(device="cpu", shard="ddp").build()
+        assert isinstance(engine, ReplicatedEngine)
+        results: dict[str, Any] = {"engine": check_engine(engine)}
+        for name in CASES:
+            results[name] = compare(name, engine, configs[CASES[name][0]], own)
+        loaded = load_yaml(folder / RUN)
+        train(load_run(folder / RUN), loaded, folder / WHOLE)
+        if engine.rank == 0:
+            (folder / RESULTS).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,203 @@
+"""Several processes train as one does, share what they must, and end together: `rank_work.py` is what they run."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_work import CASES, RESULTS, RUN, STEPS, WHOLE
+from safetensors.torch import load_file
+from toy_runs import COUNT_A, COUNT_B, held_out, load_run, rows_of, stage, weights_of, write_run
+
+from modalities.errors import UserError
+from uniml_rl.checkpoint import CheckpointStore
+from uniml_rl.config import load_yaml
+from uniml_rl.engines.ranks import Launch, launched
+from uniml_rl.engines.torch_engine import TorchEngineConfig
+from uniml_rl.run import check_shares, train_from_yaml
+
+TESTS = Path(__file__).resolve().parents[1]
+LIMIT = 300
+MORTAL = {"surprise": {"type": "rank_work:MortalConfig"}}
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a run that keeps experience, reward statistics, an average, a critic and a steered KL."""
+    folder = tmp_path_factory.mktemp("ranks")
+    first = stage(
+        folder,
+        "first",
+        prompts_per_iteration=3,
+        rewards=MORTAL,
+        algorithm={"name": "grpo", "minibatches": 2, "replay": {"iterations": 2}},
+        ema={"decay": 0.5},
+        evaluation=held_out(folder, every=2),
+        until={"iterations": 5},
+    )
+    second = stage(
+        folder,
+        "second",
+        rewards=COUNT_B,
+        algorithm={
+            "name": "ppo",
+            "minibatches": 2,
+            "kl": {"coefficient": 0.1, "adaptive": {"target": 0.05, "horizon": 100}},
+        },
+        critic={},
+        rehearsal=[{"stage": "first", "share": 0.3}],
+        until={"iterations": 3},
+    )
+    engine = {"type": "torch", "device": "cpu", "shard": "ddp", "timeout_seconds": 240}
+    write_run(folder, first, second, engine=engine, checkpoint={"every": 2})
+    return folder
+
+
+def start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """A process that finds the tests' own components."""
+    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    shared = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    shared |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(
+        [sys.executable, *command], env=shared | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def start_pair(command: Sequence[str], **environment: str) -> list[subprocess.Popen[str]]:
+    """Two ranks without a launcher that would end one when the other does."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    return [start(command, address | {"RANK": r, "LOCAL_RANK": r} | environment) for r in ("0", "1")]
+
+
+def ends(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each; all are ended if one of them hangs."""
+    try:
+        said = [process.communicate(timeout=LIMIT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *each) for process, each in zip(processes, said, strict=True)]
+
+
+def train_command(folder: Path, *overrides: str) -> list[str]:
+    return ["-m", "uniml_rl", "train", str(folder / RUN), "--folder", str(folder / "killed"), *overrides]
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    """What the two processes found."""
+    ended = ends(start_pair([str(TESTS / "rank_work.py"), str(folder)]))
+    assert [code for code, _, _ in ended] == [0, 0], "\n".join(errors[-3000:] for _, _, errors in ended)
+    return json.loads((folder / RESULTS).read_text())  # type: ignore[no-any-return]
+
+
+def test_collectives_gradients_and_clipping_are_those_of_the_sum(results: dict[str, Any]) -> None:
+    assert len(results["engine"]) >= 12
+    assert [what for what, holds in results["engine"].items() if not holds] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_do_what_one_process_does(case: str, results: dict[str, Any]) -> None:
+    found = results[case]
+    assert found["samples"] <= 1.01 / 255  # text alike, colours to one level
+    assert found["different samples"] > 40 and found["steps"] >= STEPS
+    assert found["gradient"] <= 1e-5
+    assert found["update"] <= 1e-3
+    assert found["metrics"] == []
+
+
+def test_only_rank_0_writes_and_each_rank_saves_what_it_alone_knows(results: dict[str, Any], folder: Path) -> None:
+    whole = folder / WHOLE
+    assert [(row["stage"], row["iteration"]) for row in rows_of(whole)] == [
+        *(("first", iteration) for iteration in range(6)),
+        *(("second", iteration) for iteration in range(1, 4)),
+    ]
+    assert (whole / "report.md").is_file()
+    checkpoint = CheckpointStore(whole / "checkpoints", 1).latest()
+    assert checkpoint is not None
+    assert json.loads((checkpoint / "manifest.json").read_text())["environment"]["ranks"] == 2
+
+
+def test_a_mistake_on_one_rank_and_a_kill_end_all_and_the_run_goes_on_bit_for_bit(
+    results: dict[str, Any], folder: Path
+) -> None:
+    killed = folder / "killed"
+    (code, _, said), (other_code, _, other_said) = ends(start_pair(train_command(folder), FAIL_AT="1 4"))
+    assert (code, other_code) == (2, 2)
+    assert "Error:" not in said and other_said.count("Error: this rank cannot go on.") == 1
+    kept = CheckpointStore(killed / "checkpoints", 1).latest()
+    assert kept is not None
+    states = [torch.load(kept / name, weights_only=True) for name in ("state.pt", "state-00001.pt")]
+    remembered = [state["rewards"]["sets"][0]["surprise"] for state in states]
+    assert remembered[0] != remembered[1]  # else the order of ranks would not matter
+    with pytest.raises(UserError, match=r"written by 2 processes(?s:.*)cannot be shared out to 1; start 2"):
+        train_from_yaml(folder / RUN, [], killed)
+
+    processes = start_pair(train_command(folder), DIE_AT="1 2")
+    processes[1].wait(LIMIT)
+    began = time.monotonic()
+    (code, _, said), (other_code, _, _) = ends(processes)
+    assert (code, other_code) == (1, -signal.SIGKILL)
+    assert time.monotonic() - began < 60
+    assert "rank 0 of 2 lost another one while" in said and "Traceback" not in said
+
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    ((code, output, errors),) = ends([start([*launcher, *train_command(folder)], {"DIE_AT": "1 3"})])
+    assert code == 0, output + errors
+    assert [output.count(f"continuing after {count} iterations") for count in (2, 4)] == [1, 1]
+    assert rows_of(killed) == rows_of(folder / WHOLE)
+    assert torch.equal(weights_of(killed), weights_of(folder / WHOLE))
+    newest = [CheckpointStore(run / "checkpoints", 1).latest() for run in (killed, folder / WHOLE)]
+    weights = [load_file(path / "letters.safetensors") for path in newest if path]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+# -- what one process can say of it ----------------------------------------------------------------------------------
+
+
+def test_the_environment_says_who_this_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    assert launched() == Launch(0, 0, 1)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="the environment has no RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
+        launched()
+    for name, value in zip(LAUNCHER, ("3", "one", "4", "127.0.0.1", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="LOCAL_RANK=one, which is no number"):
+        launched()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert launched() == Launch(3, 1, 4)
+    with pytest.raises(UserError, match=r"4 processes were started(?s:.*)engine\.shard: ddp"):
+        TorchEngineConfig(device="cpu").build()
+
+
+def test_in_one_process_ddp_is_none(tmp_path: Path) -> None:
+    for shard in ("none", "ddp"):
+        path = write_run(tmp_path, stage(tmp_path, rewards=COUNT_A), engine={"type": "torch", "shard": shard})
+        train_from_yaml(path, [], tmp_path / shard)
+    assert torch.equal(weights_of(tmp_path / "none"), weights_of(tmp_path / "ddp"))
+
+
+def test_fewer_prompts_than_processes_are_refused_at_their_line(tmp_path: Path) -> None:
+    path = write_run(tmp_path, stage(tmp_path, prompts_per_iteration=2))
+    check_shares(load_run(path), load_yaml(path), 2)
+    with pytest.raises(UserError, match=r"run\.yaml:\d+: .*prompts_per_iteration: 2 cannot be shared by 3 processes"):
+        check_shares(load_run(path), load_yaml(path), 3)
+
+
+def test_a_time_out_that_nothing_waits_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="timeout_seconds: one process waits for no other"):
+        TorchEngineConfig(timeout_seconds=60)

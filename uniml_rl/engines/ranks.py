@@ -1,0 +1,182 @@
+"""The processes of a run: which one this is, how they meet, and how all of them end when one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from modalities.errors import UserError
+from uniml_rl.engines.endings import EndedByAnotherRankError, LostRankError
+
+_MEETING = timedelta(minutes=10)
+"""How long the first process waits for the last one to start."""
+_PATIENCE = timedelta(days=365)
+"""Of waits for work that one rank does alone. A rank that dies ends them at once all the same."""
+_POLL, _GRACE, _FAREWELL = 0.5, 10.0, 5.0
+"""Seconds: between two looks for an ending, until a rank that does not notice by itself is ended, and for which rank 0
+stays so that the others can read why."""
+_ENDED, _LEFT = "ended", "left"
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among those of the run, as its launcher says in the environment."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+
+def launched() -> Launch:
+    """Reads RANK, LOCAL_RANK and WORLD_SIZE, which torchrun and others set; without WORLD_SIZE it is one process.
+
+    Raises UserError if a variable is missing or no number.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return Launch()
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    missing = [name for name in (*names, "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    wrong = [f"{name}={os.environ[name]}" for name in names if not os.environ.get(name, "0").isdigit()]
+    if missing or wrong:
+        raise UserError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} asks for several processes, but the environment has "
+            f"{'no ' + ', '.join(missing) if missing else ' '.join(wrong) + ', which is no number'}. Start them with "
+            "`torchrun --nproc-per-node N -m uniml_rl train ...`, or unset WORLD_SIZE for one process."
+        )
+    return Launch(*(int(os.environ[name]) for name in names))
+
+
+def join(launch: Launch, device: str, timeout_seconds: float) -> None:
+    """Makes torch's process group, once: gloo for tensors on the CPU, NCCL for those on a GPU."""
+    if device == "cuda":
+        if launch.local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"rank {launch.rank} is process {launch.local_rank} of its node, which has "
+                f"{torch.cuda.device_count()} GPUs; start at most one process for each, or set engine.device: cpu."
+            )
+        torch.cuda.set_device(launch.local_rank)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+
+
+def patient_group() -> dist.ProcessGroup:
+    """A group of all ranks for waits that no time-out ends."""
+    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+    return group
+
+
+@contextmanager
+def exchanging(what: str) -> Iterator[None]:
+    """Turns the failure of an exchange between ranks into a LostRankError."""
+    try:
+        yield
+    except RuntimeError as error:  # torch has no narrower class for all of its backends
+        reason = _reason(error)
+        raise LostRankError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} lost another one while {what}, in "
+            f"{_place(sys._getframe())}: {reason}. A process was killed, a node or the network failed, or "
+            "engine.timeout_seconds passed. The same command continues from the last checkpoint."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of what torch says, without the place in its sources."""
+    return re.sub(r"^\[\S+\] ", "", str(error)).split("\n")[0].split(". ")[0].rstrip(".")
+
+
+@contextmanager
+def ending_together(launch: Launch) -> Iterator[None]:
+    """Whatever ends the block with an exception on one rank ends it on all.
+
+    The exception leaves the context on the rank that was first; on the others EndedByAnotherRankError does, also in
+    place of what a wait for that rank raised, and a rank that does not even wait is ended after some seconds. In one
+    process it does nothing.
+    """
+    if launch.world_size == 1:
+        yield
+        return
+    store, over = _meet(launch), threading.Event()
+    watch = threading.Thread(target=_watch, args=(store, launch.rank, over), daemon=True)
+    watch.start()
+    try:
+        yield
+    except BaseException as error:
+        raise _first_to_end(store, launch, error) from error
+    finally:
+        over.set()
+        watch.join()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _meet(launch: Launch) -> dist.Store:
+    try:
+        store: dist.Store = next(iter(dist.rendezvous("env://", timeout=_MEETING)))[0]
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(
+            f"rank {launch.rank} of {launch.world_size} did not meet the others at {address} (MASTER_ADDR and "
+            f"MASTER_PORT): {_reason(error)}. Have all {launch.world_size} processes started, "
+            "and can this machine reach that address?"
+        ) from error
+    return dist.PrefixStore("uniml-rl", store)
+
+
+def _first_to_end(store: dist.Store, launch: Launch, error: BaseException) -> BaseException:
+    """Says to the other ranks that the run ends. The error itself if no rank was faster."""
+    code = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    own = json.dumps({"rank": launch.rank, "exit_code": code})
+    try:
+        said = store.compare_set(_ENDED, "", own).decode()
+    except RuntimeError:  # the store died with the process that kept it, so nobody else can say why
+        return error
+    with suppress(RuntimeError):
+        left, until = store.add(_LEFT, 1), time.monotonic() + _FAREWELL
+        while launch.rank == 0 and left < launch.world_size and time.monotonic() < until:
+            time.sleep(0.05)
+            left = store.add(_LEFT, 0)
+    ending = json.loads(said)
+    return error if ending["rank"] == launch.rank else EndedByAnotherRankError(**ending)
+
+
+def _watch(store: dist.Store, rank: int, over: threading.Event) -> None:
+    """Ends this process when another rank has ended the run and this one is where it cannot notice."""
+    ending = None
+    while ending is None and not over.wait(_POLL):
+        try:
+            ending = json.loads(store.get(_ENDED)) if store.check([_ENDED]) else None
+        except RuntimeError:  # the store is gone; the next exchange says what happened
+            return
+    if ending is None or over.wait(_GRACE):
+        return
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    print(f"rank {rank} ends, because rank {ending['rank']} did; it was in {_place(frame)}.", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(ending["exit_code"])
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost functions of this package outside of its engines, outermost first: the phase of the run."""
+    names: list[str] = []
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_PACKAGE) and not path.startswith(str(Path(_PACKAGE) / "engines")):
+            names.append(f"{Path(path).stem}.{frame.f_code.co_name}")
+        frame = frame.f_back
+    return " > ".join(reversed(names[:3])) or "its start"
