@@ -126,8 +126,8 @@ class RewardSet:
 
         Returns total [B] float32 (NaN where not valid: use `total[valid]`) and valid [B] bool, on the CPU. Rewards
         without a weight are left out. No gradient reaches a sample that is not valid, not even the NaN that 0 times
-        its score's infinite derivative would be. Raises UserError as `check_differentiable`, TypeError for a sample or
-        a score without gradient.
+        its score's infinite derivative would be. Raises UserError as `check_differentiable` and for a score
+        without gradient, TypeError for such a sample.
         """
         self.check_differentiable()
         valid = torch.ones(len(samples), dtype=torch.bool)
@@ -139,7 +139,7 @@ class RewardSet:
                 if (weight := config.weight_at(iteration_in_stage)) != 0:
                     scores, _ = self._score_one(name, shielded, prompts)
                     if scores.isfinite().any() and not scores.requires_grad:
-                        raise TypeError(f"Reward {name!r} says that it is differentiable, but its scores are not.")
+                        raise UserError(f"Reward {name!r} says that it is differentiable, but its scores are not.")
                     valid &= scores.isfinite()
                     total = total + weight * scores
         return total, valid
@@ -229,7 +229,7 @@ class RewardSet:
             raise ScoringError(type(error).__name__, str(error)) from error
         if not isinstance(scores, Tensor) or scores.shape != (len(samples),):
             what = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise TypeError(f"Reward {name!r} returned {what} for {len(samples)} samples; expected a tensor [B].")
+            raise UserError(f"Reward {name!r} returned {what} for {len(samples)} samples; expected a tensor [B].")
         return scores.float().cpu()
 
     def _warn(self, name: str, error: ScoringError, where: str) -> None:

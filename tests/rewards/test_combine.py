@@ -136,14 +136,14 @@ def test_mistakes_of_the_user_and_wrong_shapes_are_never_masked():
         def score(self, samples, prompts):
             return super().score(samples, prompts)[:, None]
 
-    with pytest.raises(TypeError, match=r"\(2, 1\) for 2 samples"):
+    with pytest.raises(UserError, match=r"\(2, 1\) for 2 samples"):
         RewardSet({"r": (RewardConfig(), Column(len))}).score(*texts("a", "b"), 0)
 
     class Plain(Rule):
         def score(self, samples, prompts):
             return [1.0, 2.0]
 
-    with pytest.raises(TypeError, match="returned list for 2 samples"):
+    with pytest.raises(UserError, match="returned list for 2 samples"):
         RewardSet({"r": (RewardConfig(), Plain(len))}).score(*texts("a", "b"), 0)
     with pytest.raises(TypeError, match="sample of 'image'"):
         RewardSet({"r": (RewardConfig(), Rule(len))}).score([Image(torch.zeros(3, 1, 1))], [Prompt("p", 0)], 0)

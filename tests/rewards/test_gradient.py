@@ -198,7 +198,7 @@ def test_a_gradient_that_is_not_there_is_never_taken_for_zero() -> None:
     for sample in (Image(pixels), Image((pixels * 255).to(torch.uint8)), Text("a", 1, True)):
         with pytest.raises(TypeError, match=r"sample 0.*has no gradient"):
             rewards.score_with_gradient([sample], PROMPTS[:1], 0)
-    with pytest.raises(TypeError, match="'mine' says that it is differentiable"):
+    with pytest.raises(UserError, match="'mine' says that it is differentiable"):
         RewardSet({"mine": (RewardConfig(), Detached())}).score_with_gradient(
             [Image(pixels.requires_grad_())], PROMPTS[:1], 0
         )
