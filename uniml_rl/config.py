@@ -90,7 +90,7 @@ def _locate(item: Mapping[str, Any], schema: type[BaseModel], values: Any) -> _P
             models = [model for option in place.allowed if (model := option.model(value)) is not None]
             place, value = _Place((*place.path, key), below, models), value[key] if held else None
         else:
-            tagged = [option for option in place.allowed if option.has_tag(key)]
+            tagged = [option for option in place.allowed if option.has_label(key)]
             place = _Place(place.path, tagged or place.allowed, place.models)
     return place
 

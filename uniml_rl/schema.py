@@ -145,6 +145,11 @@ class Option:
         field = self.kind.model_fields.get("type") if hasattr(self.kind, "model_fields") else None
         return field is not None and tag in get_args(field.annotation)
 
+    def has_label(self, label: Any) -> bool:
+        """Whether pydantic may call this member of a union `label`: the one word that a field of it allows."""
+        fields = self.kind.model_fields.values() if hasattr(self.kind, "model_fields") else ()
+        return any(field.annotation == Literal[label] for field in fields)
+
     def below(self, key: str | int, values: Any) -> list[Option]:
         """What is allowed at `key` inside a value of this kind; nothing if there is no such key."""
         model, origin, arguments = self.model(values), get_origin(self.kind), get_args(self.kind)
