@@ -17,6 +17,7 @@ from modalities.forward_process import ForwardProcessSettings
 from modalities.settings import Settings
 from rewards.base import RewardConfig
 from rewards.combine import RewardSet
+from uniml_rl.algorithms.direct_settings import SupervisedSettings
 from uniml_rl.algorithms.parts import AggregationSettings
 from uniml_rl.algorithms.presets import merge_preset
 from uniml_rl.algorithms.settings import AnyAlgorithm
@@ -182,6 +183,11 @@ class AuxiliarySettings(Settings):
     aggregation: AggregationSettings = AggregationSettings()
     """From decisions to one number."""
 
+    @property
+    def algorithm(self) -> SupervisedSettings:
+        """The loss, as the algorithm that it is."""
+        return SupervisedSettings(name="auxiliary", forward=self.forward, aggregation=self.aggregation)
+
 
 class RehearsalSettings(Settings):
     """A share of an earlier stage's prompts, scored by that stage's rewards, against forgetting."""
@@ -253,7 +259,14 @@ class StageConfig(Settings):
         if algorithm.compares_groups and self.group_size is not None and self.group_size < 2:
             raise ValueError(
                 f"group_size: {self.group_size} with algorithm {name!r}, which compares the samples of "
-                "a prompt with each other: every advantage would be 0; use at least 2"
+                "a prompt with each other: nothing could be learned; use at least 2"
+            )
+        if self.rewards and all(reward.weight == 0 for reward in self.rewards.values()):
+            raise ValueError(f"rewards: {', '.join(self.rewards)}: every weight is 0, so none is trained on; give one")
+        if algorithm.follows_gradient and self.reward_control == "shuffle":
+            raise ValueError(
+                f"reward_control: shuffle permutes numbers, and algorithm {name!r} follows the rewards' gradients, "
+                "which no permutation reaches; remove it"
             )
         if algorithm.per_reward:
             compared = sorted(name for name, reward in self.rewards.items() if reward.weight != 0)
@@ -275,8 +288,9 @@ class StageConfig(Settings):
         rows = self.prompts_per_iteration * (self.group_size or 1)
         if algorithm.minibatches > rows:
             raise ValueError(
-                f"algorithm.minibatches: {algorithm.minibatches} optimizer steps cannot share the {rows} samples "
-                "of an iteration (prompts_per_iteration x group_size)"
+                f"algorithm.minibatches: {algorithm.minibatches} optimizer steps cannot share the {rows} "
+                + ("samples of an iteration (prompts_per_iteration x group_size)" if self.prompts else "")
+                + ("records of an iteration (prompts_per_iteration)" if self.records else "")
             )
         if self.ema is not None and self.evaluation is None:
             raise ValueError("ema: only the evaluation uses the average; add an `evaluation` block or remove `ema`")
@@ -344,9 +358,10 @@ class RunConfig(Settings):
                 raise mistake_at((index, "policy"), message, stage.policy)
             for number, rehearsal in enumerate(stage.rehearsal):
                 earlier = seen.get(rehearsal.stage)
-                if earlier is None or earlier.policy != stage.policy:
+                if earlier is None or earlier.policy != stage.policy or earlier.prompts is None:
                     message = (
-                        f"must be an earlier stage of policy {stage.policy!r}{did_you_mean(rehearsal.stage, seen)}"
+                        f"must be an earlier stage of policy {stage.policy!r} that has prompts"
+                        f"{did_you_mean(rehearsal.stage, seen.keys() - {rehearsal.stage})}"
                     )
                     raise mistake_at((index, "rehearsal", number, "stage"), message, rehearsal.stage)
             shares = [rehearsal.share for rehearsal in stage.rehearsal]

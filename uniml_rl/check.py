@@ -17,6 +17,7 @@ from modalities.errors import UserError
 from modalities.randomness import seeded_generator
 from rewards.base import RewardConfig
 from rewards.combine import RewardSet
+from uniml_rl.algorithms.algorithm import AlgorithmSettings
 from uniml_rl.build import EvaluationSettings, RunConfig, StageConfig, evaluation_sampling, inspect_policy
 from uniml_rl.config import LoadedConfig, load_yaml, validate
 from uniml_rl.data.prompts import FilePromptsConfig, PromptStream
@@ -51,7 +52,7 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> dict[str, PolicySummar
             _check_stage(config, stage, summaries)
         if stage.auxiliary is not None:
             with _said_at(loaded, (*place, "auxiliary")):
-                _check_records(stage.auxiliary.records, config.seed, summaries[stage.policy])
+                _check_records(stage.auxiliary.records, config.seed, summaries[stage.policy], stage.auxiliary.algorithm)
         if stage.evaluation is not None:
             with _said_at(loaded, (*place, "evaluation")):
                 _check_evaluation(config, stage, stage.evaluation, summaries)
@@ -71,15 +72,14 @@ def _said_at(loaded: LoadedConfig, place: KeyPath) -> Iterator[None]:
 
 def _check_stage(config: RunConfig, stage: StageConfig, summaries: Mapping[str, PolicySummary]) -> None:
     summary = summaries[stage.policy]
-    group_size = stage.group_size
-    if stage.prompts is not None:
-        stream = stage.prompts.build(config.seed)
-        _check_rewards(stage.rewards, summaries, summary, stream)
-        summary.fit(_longest(stage.prompts, stream), summary.sampling)
-    else:
-        group_size = _check_records(stage.records, config.seed, summary)
+    if stage.prompts is None:
+        _check_records(stage.records, config.seed, summary, stage.algorithm)
+        return
     for kind, unit in summary.decisions:
-        stage.algorithm.check(group_size=group_size, log_prob_unit=unit, kind=kind)
+        stage.algorithm.check(group_size=stage.group_size, log_prob_unit=unit, kind=kind)
+    stream = stage.prompts.build(config.seed)
+    _check_rewards(stage.rewards, summaries, summary, stream, stage.algorithm.follows_gradient)
+    summary.fit(_longest(stage.prompts, stream), summary.sampling)
 
 
 def _check_rewards(
@@ -87,11 +87,15 @@ def _check_rewards(
     summaries: Mapping[str, PolicySummary],
     summary: PolicySummary,
     stream: PromptStream,
+    follows_gradient: bool = False,
 ) -> None:
     """Of reward models that the run has yet to train, only what they score is known."""
     ready = {name: block for name, block in blocks.items() if block.policy is None}
     if ready:
-        RewardSet.build(ready, "cpu").check(summary.sample_kind, stream.first(FIRST_RECORDS))
+        built = RewardSet.build(ready, "cpu")
+        built.check(summary.sample_kind, stream.first(FIRST_RECORDS))
+        if follows_gradient and any(block.weight != 0 for block in ready.values()):
+            built.check_differentiable()
     for name, block in blocks.items():
         if block.policy is not None:
             model = summaries[block.policy]
@@ -102,11 +106,13 @@ def _check_rewards(
                 )
 
 
-def _check_records(block: Any, seed: int, summary: PolicySummary) -> int:
-    """The number of samples of a record."""
+def _check_records(block: Any, seed: int, summary: PolicySummary, algorithm: AlgorithmSettings) -> None:
     records = block.build(seed)
     records.check_kind(summary.sample_kind)
-    return min(len(record.samples) for record in records.first(FIRST_RECORDS))
+    samples = min(len(record.samples) for record in records.first(FIRST_RECORDS))
+    for kind, unit in summary.decisions:
+        algorithm.check(group_size=samples, log_prob_unit=unit, kind=kind)
+    algorithm.check_labels(records.labels)
 
 
 def _check_evaluation(

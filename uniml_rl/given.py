@@ -10,7 +10,6 @@ import torch
 from modalities.base import Policy
 from modalities.randomness import SampleKey
 from rewards.combine import RewardResult
-from uniml_rl.algorithms.direct_settings import SupervisedSettings
 from uniml_rl.build import AuxiliarySettings
 from uniml_rl.data.records import RecordStream
 from uniml_rl.engines.base import Engine
@@ -46,9 +45,7 @@ class AuxiliaryLoss:
         self.settings = settings
         self.source = source
         self.micro_batch = micro_batch
-        self.objective = SupervisedObjective(
-            SupervisedSettings(name="auxiliary", forward=settings.forward, aggregation=settings.aggregation)
-        )
+        self.objective = SupervisedObjective(settings.algorithm)
 
     def add_gradient(self, policy: Policy, engine: Engine, key: SampleKey, metrics: Metrics) -> None:
         """Draws the records of one optimizer step and adds their gradient; `key` as in `given_rollout`."""

@@ -18,7 +18,11 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "a name twice": ({"name": "fine"}, {}, "name", "fine: another stage has this name"),
     "an unknown rehearsal": (
         {"rehearsal": [{"stage": "fin", "share": 0.5}]}, {}, "rehearsal.0.stage",
-        "fin: must be an earlier stage of policy 'letters'; did you mean 'fine'",
+        "fin: must be an earlier stage of policy 'letters' that has prompts; did you mean 'fine'",
+    ),
+    "a rehearsal of what has no prompts": (
+        {"rehearsal": [{"stage": "given", "share": 0.5}]}, {}, "rehearsal.0.stage",
+        "given: must be an earlier stage of policy 'letters' that has prompts",
     ),
     "too much rehearsal": (
         {"rehearsal": [{"stage": "fine", "share": 0.5}, {"stage": "fine", "share": 0.5}]}, {}, "rehearsal",
@@ -35,10 +39,12 @@ def test_a_contradiction_is_said_at_the_key_of_its_own_stage(case: str, tmp_path
     keys, _, key, message = WRONG[case]
     keys = {name: held_out(tmp_path) | value if name == "evaluation" else value for name, value in keys.items()}
     wrong = stage(tmp_path, "wrong") | keys
-    path = write_run(tmp_path, stage(tmp_path, "fine"), wrong, policies={"letters": TOY})
+    given = stage(tmp_path, "given", algorithm="sft", records={"type": "demonstrations", "path": "a.jsonl"})
+    given = {key: value for key, value in given.items() if key not in ("prompts", "group_size", "rewards")}
+    path = write_run(tmp_path, stage(tmp_path, "fine"), given, wrong, policies={"letters": TOY})
     with pytest.raises(UserError, match=message) as caught:
         load_run(path)
-    where = _line(path, ["stages", 1, *(int(part) if part.isdecimal() else part for part in key.split("."))])
+    where = _line(path, ["stages", 2, *(int(part) if part.isdecimal() else part for part in key.split("."))])
     assert str(caught.value).startswith(f"{path}:{where}: stages.{wrong['name']}.{key}: ")
 
 
@@ -70,6 +76,24 @@ def _line(path: Path, keys: list[str | int]) -> int:
             entry = next(pair for pair in node.value if pair[0].value == str(key))
             line, node = entry[0].start_mark.line, entry[1]
     return line + 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rewards": {"a": COUNT_A["a"] | {"weight": 0.0}}}, "rewards: a: every weight is 0"),
+        ({"algorithm": "draft", "reward_control": "shuffle"}, "reward_control: shuffle permutes numbers"),
+        ({"algorithm": {"name": "dpo", "beta": 0.2}}, r"algorithm\.beta: unknown key; .*did you mean 'loss\.beta'"),
+    ],
+)
+def test_a_key_that_nothing_would_read_is_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        load_run(write_run(tmp_path, stage(tmp_path, **keys)))
+
+
+def test_an_unknown_key_is_told_the_keys_of_its_own_algorithm(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="allowed here: name, epochs, minibatches, objective, gradient"):
+        load_run(write_run(tmp_path, stage(tmp_path, algorithm={"name": "draft", "kl": None})))
 
 
 def test_rewards_are_compared_each_by_itself_only_where_there_are_several(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def texts(tmp_path: Path) -> dict[str, Any]:
         "demonstrations": {"type": "demonstrations", "path": lines(tmp_path / "good.jsonl", good)},
         "preferences": {"type": "preferences", "path": lines(tmp_path / "pairs.jsonl", pairs)},
         "labelled": {"type": "labelled", "path": lines(tmp_path / "labelled.jsonl", labelled)},
+        "undesirable": {"type": "labelled", "path": lines(tmp_path / "bad.jsonl", labelled[-4:])},
     }
 
 
@@ -231,6 +232,15 @@ def test_the_gradient_of_a_reward_raises_it(tmp_path: Path, images: dict[str, An
     assert rewards[-1] > rewards[0] + 0.02
 
 
+def test_a_reward_without_a_gradient_is_found_before_the_training(tmp_path: Path, images: dict[str, Any]) -> None:
+    online = {"prompts": images["prompts"], "group_size": 2}
+    size = {"type": "jpeg_size", "weight": 0.0}
+    check_from_yaml(write(tmp_path, images["policies"], stage("x", "draft", rewards=RED | {"size": size}, **online)))
+    path = write(tmp_path, images["policies"], stage("x", "draft", rewards={"size": size | {"weight": 1.0}}, **online))
+    with pytest.raises(UserError, match=r"stages\.x: rewards: .*Without a gradient: size"):
+        check_from_yaml(path)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -238,6 +248,10 @@ def test_the_gradient_of_a_reward_raises_it(tmp_path: Path, images: dict[str, An
         (
             {"algorithm": "sft", "records": "demonstrations"},
             "this policy makes scores. A reward model learns by algorithm: reward_model",
+        ),
+        (
+            {"auxiliary": "demonstrations"},
+            r"stages\.x\.auxiliary: .*trains denoising or tokens, but this policy makes scores",
         ),
         (
             {"evaluation": {"rewards": COUNT_A}},
@@ -250,6 +264,8 @@ def test_a_reward_model_is_trained_by_nothing_else(
 ) -> None:
     block = stage("x", "reward_model", records=texts["preferences"]) | keys
     block["records"] = texts[keys.get("records", "preferences")]
+    if "auxiliary" in block:
+        block["auxiliary"] = {"records": texts[block["auxiliary"]], "records_per_step": 1, "weight": 1.0}
     if "evaluation" in block:
         block["evaluation"] = {"prompts": texts["prompts"], **block["evaluation"]}
     with pytest.raises(UserError, match=message):
@@ -280,7 +296,22 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "groups of records": ({"algorithm": "sft", "group_size": 2}, "group_size: is not read"),
     "no end": ({"algorithm": "sft", "until": {"reward": {"threshold": 1}}}, "records have no rewards to wait for"),
-    "pairs of single samples": ({"algorithm": "dpo"}, "compares the samples of a prompt with each other"),
+    "pairs of single samples": ({"algorithm": "dpo"}, "a record holds 1: .* Use records of `type: preferences`"),
+    "nothing undesirable": ({"algorithm": "kto"}, "every sample is desirable"),
+    "nothing to imitate": ({"algorithm": "sft", "records": "undesirable"}, "no sample has the label 1"),
+    "a threshold that no label reaches": (
+        {"algorithm": {"name": "kto", "desirable_above": 5}, "records": "undesirable"},
+        "desirable_above: 5: records are labelled 1 and 0",
+    ),
+    "nothing to imitate beside": (
+        {"algorithm": "dpo", "records": "preferences", "auxiliary": "undesirable"},
+        "auxiliary: records: no sample has the label 1",
+    ),
+    "more steps than records": ({"algorithm": {"name": "sft", "minibatches": 9}}, "cannot share the 8 records of an"),
+    "one field for both": (
+        {"algorithm": "dpo", "records": {"type": "preferences", "path": "p.txt", "rejected_field": "chosen"}},
+        "chosen_field and rejected_field are both 'chosen'",
+    ),
     "a gradient into text": (
         {
             "algorithm": "draft",
@@ -301,7 +332,10 @@ def test_a_stage_that_cannot_learn_is_refused_with_the_reason(
     monkeypatch.chdir(tmp_path)
     Path("p.txt").write_text("a\nb")
     keys, message = WRONG[case]
+    keys = {k: texts.get(v, v) if isinstance(v, str) else v for k, v in keys.items()}
     block = {k: v for k, v in (stage("x", "sft", records=texts["demonstrations"]) | keys).items() if v is not None}
+    if "auxiliary" in block:
+        block["auxiliary"] = {"records": block["auxiliary"], "records_per_step": 1, "weight": 1.0}
     with pytest.raises(UserError, match=message):
         check_from_yaml(write(tmp_path, writer(texts), block))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -22,6 +23,9 @@ class AlgorithmSettings(Settings):
 
     kinds: ClassVar[frozenset[str]] = frozenset({"tokens", "denoising"})
     """Decisions that it can train."""
+
+    follows_gradient: ClassVar[bool] = False
+    """Whether a reward's own gradient is followed, so that every reward with a weight must have one."""
 
     name: str
     """The preset."""
@@ -54,8 +58,13 @@ class AlgorithmSettings(Settings):
                 + ("A reward model learns by algorithm: reward_model." if kind == "scores" else "Choose another one.")
             )
         if self.compares_groups and group_size is not None and group_size < 2:
+            of_records = "records" in self.learns_from
             raise UserError(
-                f"algorithm {self.name!r} compares the samples of a prompt with each other, but the group size is "
-                f"{group_size}: nothing could be learned. Use at least 2"
+                f"algorithm {self.name!r} compares the samples of a prompt with each other, but "
+                f"{'a record holds' if of_records else 'the group size is'} {group_size}: nothing could be learned. "
+                + ("Use records of `type: preferences`" if of_records else "Use at least 2")
                 + (", or advantage.type: batch or running_prompt." if hasattr(self, "advantage") else ".")
             )
+
+    def check_labels(self, labels: Set[float]) -> None:
+        """Raises UserError if records whose samples have these labels (1 good, 0 bad) alone teach nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -28,6 +29,10 @@ class SupervisedSettings(AlgorithmSettings):
     """For denoising models: at which times of the forward process they are scored. Tokens do not read it."""
     aggregation: AggregationSettings = AggregationSettings()
     """From decisions to one number."""
+
+    def check_labels(self, labels: Set[float]) -> None:
+        if 1.0 not in labels:
+            raise UserError("records: no sample has the label 1, and only such are imitated.")
 
 
 class LogisticLoss(Settings):
@@ -114,6 +119,18 @@ class KTOSettings(AlgorithmSettings):
     def compares_groups(self) -> bool:
         return self.desirable_above == "group_mean"
 
+    def check_labels(self, labels: Set[float]) -> None:
+        if self.desirable_above != "group_mean" and not 0 <= self.desirable_above < 1:
+            raise UserError(
+                f"algorithm.desirable_above: {self.desirable_above:g}: records are labelled 1 and 0, so the number "
+                "must be at least 0 and below 1."
+            )
+        if 0.0 not in labels:
+            raise UserError(
+                f"records: every sample is desirable, and algorithm {self.name!r} compares such with undesirable ones. "
+                "Use records of `type: labelled` or `preferences`, or algorithm: sft."
+            )
+
 
 class LastSteps(Settings):
     """DRaFT-K: the gradient runs through the last K denoising steps."""
@@ -157,6 +174,8 @@ class EarlyClean(Settings):
 
 class RewardGradientSettings(AlgorithmSettings):
     """Raises a differentiable reward by its own gradient, through the decoder and the last denoising steps."""
+
+    follows_gradient: ClassVar[bool] = True
 
     objective: Literal["reward_gradient"] = "reward_gradient"
     """How rewards become a gradient; it comes with the name."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import PIL.Image
 import PIL.ImageOps
 import torch
+from pydantic import model_validator
 
 from modalities.errors import UserError
 from modalities.samples import Image, Prompt, Sample, Text
@@ -65,6 +66,8 @@ class RecordStream:
         """Kind of the samples."""
         self.size = len(entries)
         """Number of records in one epoch."""
+        self.labels = frozenset(label for entry in entries for label in entry.labels)
+        """Every label that a sample has."""
         self._what = config.what
         self._entries = {prompt.index: entry for prompt, entry in zip(prompts, entries, strict=True)}
         self._order = RecordPromptStream(self.size, prompts.__getitem__, seed, config.shuffle, fingerprint, config.what)
@@ -178,6 +181,12 @@ class PreferencesConfig(RecordsConfig):
     rejected_field: str = "rejected"
     """Field of the worse sample."""
 
+    @model_validator(mode="after")
+    def _two_fields(self) -> PreferencesConfig:
+        if self.chosen_field == self.rejected_field:
+            raise ValueError(f"chosen_field and rejected_field are both {self.chosen_field!r}; name two fields")
+        return self
+
     def samples_and_labels(self, record: RawRecord) -> tuple[tuple[Given, ...], tuple[float, ...]]:
         """The chosen sample, label 1, and the rejected one, label 0."""
         chosen = self.given(record, "chosen_field", [self.chosen_field])
@@ -246,5 +255,7 @@ def _sample(given: Given, place: str) -> Sample:
     except UserError:
         raise
     except Exception as error:  # a damaged file raises whatever its decoder stumbles over
-        raise UserError(f"{place}: {given.name!r} is no image that can be decoded: {error}") from error
+        unknown = isinstance(error, PIL.UnidentifiedImageError)  # its own words hold the address of an object
+        reason = "it is damaged or of an unknown format" if unknown else error
+        raise UserError(f"{place}: {given.name!r} is no image that can be decoded: {reason}") from error
     return Image(pixels_HWC.view(size).permute(2, 0, 1).contiguous())
