@@ -279,3 +279,10 @@ def test_on_policy_all_surrogates_have_the_policy_gradient():
 def test_a_range_moves_linearly_and_then_stays():
     schedule = RangeSchedule(final_share=0.5, iterations=10)
     assert [schedule.share(i) for i in (0, 5, 10, 50)] == [1.0, 0.75, 0.5, 0.5]
+
+
+def test_no_gradient_goes_through_a_correction():
+    old, rollout = torch.zeros(1, 2, requires_grad=True), torch.full((1, 2), 0.1, requires_grad=True)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    assert not truncate_mismatch(old, rollout, mask, 2.0).weights.requires_grad
+    assert not truncate_mismatch(old.detach(), rollout, mask, 2.0).weights.requires_grad

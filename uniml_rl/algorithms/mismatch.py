@@ -40,7 +40,7 @@ def mask_mismatch(
     """
     difference, kept = _difference(old_log_probs, rollout_log_probs, mask)
     if level == "sequence":
-        difference = difference.sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1)
+        difference = difference.sum(1, keepdim=True) / kept.sum(1, keepdim=True)
     rho = difference.exp()
     kept = kept & (rho >= low) & (rho <= high)
     return Correction(kept.float(), kept)
