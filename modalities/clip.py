@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from modalities.errors import UserError
 from modalities.sources import loading
+from modalities.whole_models import load_model, load_tokenizer
 
 # PIL's resampling filters and open_clip's names to torch's; both reduce with antialiasing.
 _INTERPOLATION = {2: "bilinear", 3: "bicubic", "bilinear": "bilinear", "bicubic": "bicubic"}
@@ -95,19 +96,19 @@ def _features(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.pooler_output
 
 
-def load_transformers_clip(source: Path | str, dtype: torch.dtype = torch.float32) -> TransformersClip:
-    """A `CLIPModel` folder or hub id with its processor. Raises UserError if it is none or lacks weights."""
+def load_transformers_clip(
+    source: Path | str, dtype: torch.dtype = torch.float32, *, meta: bool = False
+) -> TransformersClip:
+    """A `CLIPModel` folder or hub id with its tokenizer and its processor; `meta` as in `load_model`.
+
+    Raises UserError if one of them is missing or lacks weights.
+    """
     from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
+    model = load_model(CLIPModel, source, str(source), meta=meta, dtype=dtype)
+    tokenizer = load_tokenizer(AutoTokenizer, source, str(source))
     with loading(str(source)):
-        loaded: Any = CLIPModel.from_pretrained(source, dtype=dtype, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(source)
         processor = AutoImageProcessor.from_pretrained(source)
-    model, report = loaded
-    if report["missing_keys"]:  # transformers would go on with random numbers
-        raise UserError(
-            f"{source} lacks weights of its CLIP model: {', '.join(sorted(report['missing_keys'])[:3])} ..."
-        )
     return TransformersClip(model, tokenizer, processor, str(source))
 
 

@@ -15,7 +15,6 @@ from typing import Any, Literal, NoReturn
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, CLIPConfig, CLIPModel
 
 from modalities.base import (
     Cut,
@@ -32,12 +31,11 @@ from modalities.base import (
 from modalities.causal_lm import checkpoint_layers
 from modalities.errors import UserError
 from modalities.forward_process import ForwardProcessSettings
-from modalities.lora import LoraSettings, attach_lora, require_float32_when_trained
+from modalities.lora import LoraSettings, require_float32_when_trained
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample
-from modalities.scorers import LORA_TARGETS, Scorer, ScorerInputs, load_clip_scorer, load_text_scorer
+from modalities.scorers import Scorer, ScorerInputs, load_clip_scorer, load_text_scorer
 from modalities.segments import ROWS, STEPS, no_mask, no_table, no_tokens
-from modalities.sources import loading, resolve_model
 from modalities.weights import WeightSets
 
 
@@ -60,9 +58,25 @@ class RewardModelConfig(PolicyConfig):
         require_float32_when_trained(self.dtype, self.lora)
         return self
 
-    def load(self, seed: int) -> Scorer:
-        """The model and what it reads prompts with; a new head is drawn from `seed`."""
+    def load(self, seed: int, meta: bool = False) -> Scorer:
+        """The model and what it reads prompts with; a new head is drawn from `seed`. `meta` reads no weights."""
         raise NotImplementedError
+
+    def inspect(self) -> PolicySummary:
+        """Counts on the meta device, from the model's configuration and the headers of its weights."""
+        scorer = self.load(0, meta=True)
+        if self.lora is not None:
+            scorer.adapt(self.lora, seed=0)
+        parameters = list(scorer.parameters())
+        return PolicySummary(
+            model=f"{self.model} ({type(scorer.model).__name__})",
+            sample_kind=scorer.kind,
+            decisions=[("scores", "token")],
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            bytes_per_parameter=getattr(torch, self.dtype).itemsize,
+            fit_given=scorer.inputs,
+        )
 
     def build(self, name: str, device: str, seed: int) -> RewardModel:
         """See `PolicyConfig.build`."""
@@ -83,7 +97,7 @@ class TextRewardModelConfig(RewardModelConfig):
     trust_remote_code: bool = False
     """Allow code that comes with the model to run."""
 
-    def load(self, seed: int) -> Scorer:
+    def load(self, seed: int, meta: bool = False) -> Scorer:
         """See `RewardModelConfig.load`."""
         return load_text_scorer(
             self.model,
@@ -91,18 +105,8 @@ class TextRewardModelConfig(RewardModelConfig):
             head_seed=seed,
             chat_template=self.chat_template,
             trust_remote_code=self.trust_remote_code,
+            meta=meta,
         )
-
-    def inspect(self) -> PolicySummary:
-        """Counts on the meta device, from the model's configuration alone."""
-        source = resolve_model(self.model, kind="transformers")
-        with loading(self.model):
-            config = AutoConfig.from_pretrained(source, trust_remote_code=self.trust_remote_code, num_labels=1)
-            with torch.device("meta"):
-                model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=self.trust_remote_code)
-        if self.lora is not None:
-            attach_lora(model.base_model, self.lora, LORA_TARGETS, seed=0)
-        return _summary(self, model, "text")
 
 
 class ImageTextRewardModelConfig(RewardModelConfig):
@@ -111,18 +115,9 @@ class ImageTextRewardModelConfig(RewardModelConfig):
     type: Literal["image_text_reward_model"] = "image_text_reward_model"
     """Scores images."""
 
-    def load(self, seed: int) -> Scorer:
+    def load(self, seed: int, meta: bool = False) -> Scorer:
         """See `RewardModelConfig.load`; there is no head to draw."""
-        return load_clip_scorer(self.model, getattr(torch, self.dtype))
-
-    def inspect(self) -> PolicySummary:
-        """Counts on the meta device, from the model's configuration alone."""
-        source = resolve_model(self.model, kind="transformers")
-        with loading(self.model), torch.device("meta"):
-            model = CLIPModel(CLIPConfig.from_pretrained(source))
-        if self.lora is not None:
-            attach_lora(model, self.lora, LORA_TARGETS, seed=0)
-        return _summary(self, model, "image")
+        return load_clip_scorer(self.model, getattr(torch, self.dtype), meta=meta)
 
 
 @dataclass
@@ -213,15 +208,3 @@ class RewardModel(Policy):
     def export(self, folder: Path) -> None:
         """See `Policy.export`: a folder for AutoModelForSequenceClassification or CLIPModel, and a `reward_model`."""
         self.scorer.save(folder)
-
-
-def _summary(config: RewardModelConfig, model: nn.Module, kind: Literal["text", "image"]) -> PolicySummary:
-    parameters = list(model.parameters())
-    return PolicySummary(
-        model=f"{config.model} ({type(model).__name__})",
-        sample_kind=kind,
-        decisions=[("scores", "token")],
-        parameters=sum(parameter.numel() for parameter in parameters),
-        trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        bytes_per_parameter=getattr(torch, config.dtype).itemsize,
-    )

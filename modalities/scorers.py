@@ -21,6 +21,7 @@ from modalities.randomness import seeded_generator
 from modalities.samples import Image, Prompt, Sample, Text
 from modalities.sources import loading, resolve_model
 from modalities.text import DEFAULT_LORA_TARGETS
+from modalities.whole_models import load_tokenizer
 
 LORA_TARGETS = (*DEFAULT_LORA_TARGETS, "query", "key", "value")  # and those of BERT
 
@@ -174,15 +175,16 @@ def load_text_scorer(
     head_seed: int | None = None,
     chat_template: bool | None = None,
     trust_remote_code: bool = False,
+    meta: bool = False,
 ) -> TextScorer:
     """A scalar head on a language model or classifier from any source that `resolve_model` knows.
 
     `head_seed` draws the weights of a head that the model lacks, normal with variance 1 / (width + 1) (Stiennon et al.
-    2020); None refuses a model without one. Raises UserError.
+    2020); None refuses a model without one. `meta` is that of `load_model`. Raises UserError.
     """
     folder = resolve_model(source, kind="transformers")
+    tokenizer = load_tokenizer(AutoTokenizer, folder, source, trust_remote_code=trust_remote_code)
     with loading(source), _without_report():
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(
             folder,
             num_labels=1,
@@ -190,6 +192,7 @@ def load_text_scorer(
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **({"device_map": "meta"} if meta else {}),
         )
     model, report = loaded
     lacking = {key if isinstance(key, str) else key[0] for key in (*report["missing_keys"], *report["mismatched_keys"])}
@@ -214,11 +217,11 @@ def load_text_scorer(
     return TextScorer(model, tokenizer, chat_template, source)
 
 
-def load_clip_scorer(source: str, dtype: torch.dtype = torch.float32) -> ClipScorer:
+def load_clip_scorer(source: str, dtype: torch.dtype = torch.float32, *, meta: bool = False) -> ClipScorer:
     """CLIP from any source that `resolve_model` knows. Raises UserError."""
     if (found := _model_type(source)) != "clip":
         raise UserError(f"model {source!r} is a {found!r} model; an image-text reward model is a CLIP model ('clip').")
-    return ClipScorer(load_transformers_clip(resolve_model(source, kind="transformers"), dtype))
+    return ClipScorer(load_transformers_clip(resolve_model(source, kind="transformers"), dtype, meta=meta))
 
 
 def load_scorer(source: str, dtype: torch.dtype = torch.float32) -> Scorer:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from modalities.samples import Prompt
+from modalities.samples import Prompt, Sample
 from modalities.segments import LogProbUnit
 
 
@@ -45,6 +45,10 @@ def _any_prompts(prompts: Sequence[Prompt], sampling: Any) -> int:
     return 0
 
 
+def _any_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class PolicySummary:
     """What `uniml-rl check` says of a policy without training or sampling."""
@@ -63,5 +67,7 @@ class PolicySummary:
     fit: Callable[[Sequence[Prompt], Any], int] = _any_prompts
     """`fit(prompts, sampling)` raises UserError if the policy cannot sample from one of the prompts with these
     settings. It returns the tokens of the longest prompt, 0 where prompts take no room in the sample's sequence."""
+    fit_given: Callable[[Sequence[Prompt], Sequence[Sample]], Any] = _any_samples
+    """`fit_given(prompts, samples)` raises UserError if the policy cannot learn from one of the given samples."""
     rows: list[RowMemory] = field(default_factory=list)
     """Rough memory of a sample, for each segment; empty if nothing is known."""

@@ -123,6 +123,7 @@ class TextPolicyConfig(PolicyConfig):
             bytes_per_parameter=getattr(torch, self.dtype).itemsize,
             sampling=self.sampling,
             fit=reader.fit,
+            fit_given=reader.read_given,
             rows=[self._row_memory(model)],
         )
 
@@ -177,12 +178,40 @@ class PromptReader:
         sequences = [self.tokenize(prompt) for prompt in prompts]
         for prompt, ids in zip(prompts, sequences, strict=True):
             require_room(prompt, len(ids), sampling.max_new_tokens, self.max_positions)
-            if max(ids) >= self.vocabulary:
-                raise UserError(
-                    f"the tokenizer gives token {max(ids)}, but the model has only {self.vocabulary}; the tokenizer "
-                    "belongs to another model."
-                )
+            self._require_known(ids)
         return max(map(len, sequences), default=0)
+
+    def read_given(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[list[int], list[int]]]:
+        """The token ids of each prompt and of its given text, an end token behind a finished one.
+
+        Raises UserError for a text that does not fit behind its prompt.
+        """
+        end = self.tokenizer.eos_token_id
+        end = end if end in self.eos_token_ids else self.eos_token_ids[0]
+        read = []
+        for prompt, text in zip(prompts, samples, strict=True):
+            if not isinstance(text, Text):
+                raise ValueError("a text policy encodes texts only.")
+            own, ids = self.tokenize(prompt), list(self.tokenizer(text.text, add_special_tokens=False).input_ids)
+            ids += [end] if text.finished else []
+            if not ids:
+                raise ValueError("an empty text that was not finished holds no decision to encode.")
+            length, most = len(own) + len(ids), self.max_positions
+            if most is not None and length > most:
+                raise UserError(
+                    f"prompt {prompt.index} ({prompt.text[:40]!r}...) and its given text have {length} tokens, more "
+                    f"than the model's {most} positions. Shorten or drop the record."
+                )
+            self._require_known([*own, *ids])
+            read.append((own, ids))
+        return read
+
+    def _require_known(self, ids: Sequence[int]) -> None:
+        if max(ids) >= self.vocabulary:
+            raise UserError(
+                f"the tokenizer gives token {max(ids)}, but the model has only {self.vocabulary}; the tokenizer "
+                "belongs to another model."
+            )
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt; never empty."""
@@ -251,27 +280,11 @@ class TextPolicy(Policy):
     def encode(self, prompts: Sequence[Prompt], samples: Sequence[Sample], keys: Sequence[SampleKey]) -> Trajectory:
         """See `Policy.encode`. An end token follows a finished text. The rollout log-probs are NaN: there was none."""
         requests = [Request(prompt, prompt.index, key) for prompt, key in zip(prompts, keys, strict=True)]
-        end = self.tokenizer.eos_token_id
-        end = end if end in self.eos_token_ids else self.eos_token_ids[0]
-        texts = [sample for sample in samples if isinstance(sample, Text)]
-        if len(texts) != len(samples):
-            raise ValueError("a text policy encodes texts only.")
-        prompts_as_tokens = [self.tokenize(prompt) for prompt in prompts]
-        responses = []
-        for text, prompt, own in zip(texts, prompts, prompts_as_tokens, strict=True):
-            ids = list(self.tokenizer(text.text, add_special_tokens=False).input_ids)
-            responses.append(torch.tensor([*ids, end] if text.finished else ids, dtype=torch.long))
-            if not len(responses[-1]):
-                raise ValueError("an empty text that was not finished holds no decision to encode.")
-            length, most = len(own) + len(responses[-1]), self.reader.max_positions
-            if most is not None and length > most:
-                raise UserError(
-                    f"prompt {prompt.index} ({prompt.text[:40]!r}...) and its given text have {length} tokens, more "
-                    f"than the model's {most} positions. Shorten or drop the record."
-                )
+        read = self.reader.read_given(prompts, samples)
+        responses = [torch.tensor(ids, dtype=torch.long) for _, ids in read]
         tokens = nn.utils.rnn.pad_sequence(responses, batch_first=True)
         exists = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in responses])[:, None]
-        sequences, prompt_index = distinct(prompts_as_tokens)
+        sequences, prompt_index = distinct([own for own, _ in read])
         prompt_tokens, prompt_mask = left_pad(sequences)
         segment = TokenSegment(
             agent=self.name,
@@ -282,7 +295,7 @@ class TextPolicy(Policy):
             context_mask=torch.zeros_like(exists),
             log_prob_unit="token",
             version=self.version,
-            ended=["eos" if text.finished else "length" for text in texts],
+            ended=["eos" if text.finished else "length" for text in samples],  # type: ignore[attr-defined]
             keys=list(keys),
             tokens=tokens,
             prompt_tokens=prompt_tokens,

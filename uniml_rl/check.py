@@ -113,6 +113,9 @@ def _check_records(block: Any, seed: int, summary: PolicySummary, algorithm: Alg
     for kind, unit in summary.decisions:
         algorithm.check(group_size=samples, log_prob_unit=unit, kind=kind)
     algorithm.check_labels(records.labels)
+    if records.kind == "text":
+        longest = [(record.prompt, text) for record in records.longest(LONGEST_RECORDS) for text in record.samples]
+        summary.fit_given(*zip(*longest, strict=True))
 
 
 def _check_evaluation(

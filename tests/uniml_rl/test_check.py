@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_models_audio import tiny_musicgen
+from tiny_models_clip import tiny_clip
 from tiny_models_diffusion import tiny_stable_diffusion, tiny_stable_diffusion_3, tiny_wan
 from tiny_models_text import tiny_gpt2, tiny_qwen
 from toy_policy import ToyPolicy
@@ -168,6 +170,54 @@ def test_shards_and_the_tensors_that_they_should_hold_are_found(
         check_from_yaml(config)
     shard.unlink()
     with pytest.raises(UserError, match="could not be loaded: FileNotFoundError"):
+        check_from_yaml(config)
+
+
+@pytest.mark.parametrize("kind", ["text", "image"])
+@pytest.mark.parametrize("file", ["tokenizer*", "model.safetensors", "preprocessor_config.json"])
+def test_a_reward_model_that_is_not_whole_is_found(kind: str, file: str, tmp_path: Path) -> None:
+    """Without its tokenizer's files a model would learn from texts without words."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tiny_clip if kind == "image" else tiny_gpt2)(folder)
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "b.png")
+    pair = {"prompt": "a", "chosen": "a.png", "rejected": "b.png"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
+    block = stage(
+        tmp_path,
+        algorithm="reward_model",
+        policy="tiny",
+        records={"type": "preferences", "kind": kind, "path": str(tmp_path / "pairs.jsonl")},
+    )
+    block = {key: value for key, value in block.items() if key not in ("prompts", "group_size", "rewards")}
+    policy = {"type": "image_text_reward_model" if kind == "image" else "text_reward_model", "model": str(folder)}
+    config = write_run(tmp_path, block, policies={"tiny": policy})
+    check_from_yaml(config)
+    found = list(folder.glob(file))
+    for path in found:
+        path.unlink()
+    if found:
+        with pytest.raises(UserError, match=r"policies\.tiny: .*(has no tokenizer|could not be loaded)"):
+            check_from_yaml(config)
+    assert bool(found) == (kind == "image" or file != "preprocessor_config.json")
+
+
+@pytest.mark.parametrize("type_", ["text", "text_reward_model"])
+def test_given_texts_that_do_not_fit_are_found_wherever_they_stand(type_: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 40
+    rows[30] = rows[30] | {"rejected": "c " * 40}
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    block = stage(
+        tmp_path,
+        algorithm="dpo" if type_ == "text" else "reward_model",
+        policy="tiny",
+        records={"type": "preferences", "path": str(tmp_path / "pairs.jsonl")},
+    )
+    block = {key: value for key, value in block.items() if key not in ("prompts", "group_size", "rewards")}
+    model = str(tiny_gpt2(tmp_path / "model"))
+    config = write_run(tmp_path, block, policies={"tiny": {"type": type_, "model": model}})
+    with pytest.raises(UserError, match=r"stages\.only: .*prompt 30 .*42"):
         check_from_yaml(config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,6 +83,11 @@ class RecordStream:
     def first(self, count: int) -> list[DrawnRecord]:
         """The first `count` records in the data's own order; see `PromptStream.first`."""
         return [self._drawn(prompt) for prompt in self._order.first(count)]
+
+    def longest(self, count: int) -> list[Record]:
+        """The `count` records of texts with the most characters."""
+        found = heapq.nlargest(count, self._entries.values(), key=_characters)
+        return [Record(e.prompt.index, e.prompt, [_sample(g, e.place) for g in e.given], list(e.labels)) for e in found]
 
     def state_dict(self) -> dict[str, Any]:
         """The position; see `PromptStream.state_dict`."""
@@ -222,6 +228,10 @@ class LabelledConfig(RecordsConfig):
                 "false (undesirable)."
             )
         return (given,), (float(label),)
+
+
+def _characters(entry: _Entry) -> int:
+    return len(entry.prompt.text) + max(len(text) for text in entry.given if isinstance(text, str))
 
 
 def _fields(name: str | None, kind: str) -> Sequence[str]:
