@@ -295,7 +295,7 @@ class TextPolicy(Policy):
             context_mask=torch.zeros_like(exists),
             log_prob_unit="token",
             version=self.version,
-            ended=["eos" if text.finished else "length" for text in samples],  # type: ignore[attr-defined]
+            ended=["eos" if isinstance(text, Text) and text.finished else "length" for text in samples],
             keys=list(keys),
             tokens=tokens,
             prompt_tokens=prompt_tokens,

@@ -47,6 +47,15 @@ def test_without_a_terminal_there_is_one_plain_line_per_iteration() -> None:
     assert len(lines) == 7
 
 
+def test_stages_without_a_reward_show_what_they_raise() -> None:
+    with Progress(Console(file=io.StringIO())) as progress:
+        progress.start_stage("imitate", 0, 1, iterations=2)
+        progress.advance(1, {"supervised/log_prob": -1.25})
+        progress.advance(2, {"preference/accuracy": 0.625})
+    lines = progress._console.file.getvalue().splitlines()
+    assert "log-prob -1.25" in lines[1] and "accuracy 62%" in lines[2]
+
+
 @pytest.mark.parametrize("width", [1, 5, 30, 200])
 @pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_any_terminal_works(width: int, environment: dict[str, str]) -> None:

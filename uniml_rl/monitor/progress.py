@@ -113,6 +113,8 @@ class Progress:
 
 _SHOWN = {
     "reward/mean": "reward {:.4g}",
+    "supervised/log_prob": "log-prob {:.4g}",
+    "preference/accuracy": "accuracy {:.0%}",
     "kl/reference": "KL {:.3g}",
     "throughput/samples_per_second": "{:.3g} samples/s",
 }

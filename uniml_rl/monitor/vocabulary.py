@@ -236,7 +236,8 @@ def metrics_page() -> str:
         "",
         "## Vocabulary",
         "",
-        "`{reward}`, `{optimizer}` and `{metric}` stand for names.",
+        "`{reward}`, `{optimizer}` and `{metric}` stand for names. In evaluations, `total` is the sum of the stage's",
+        "rewards with their full weights.",
         "",
     ]
     rows = [
