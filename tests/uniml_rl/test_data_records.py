@@ -218,6 +218,9 @@ def test_images_that_cannot_be_decoded_are_named_when_they_are_drawn(tmp_path: P
     stream = DemonstrationsConfig(path=path, kind="image", shuffle=False).build(0)
     with pytest.raises(UserError, match=r"d\.tar, record 'b': 'b\.png' is no image that can be decoded"):
         stream.take(2)
+    deep = shard(tmp_path / "deep.tar", {"a.png": encoded(PIL.Image.new("I;16", (2, 2), 9999)), "a.txt": b"x"})
+    with pytest.raises(UserError, match=r"'a\.png' has more than 8 bits per channel"):
+        DemonstrationsConfig(path=deep, kind="image").build(0)
     noise = shard(tmp_path / "noise.tar", {"a.png": b"noise", "a.txt": b"x"})
     with pytest.raises(UserError, match=r"decoded: it is damaged or of an unknown format$"):
         DemonstrationsConfig(path=noise, kind="image").build(0)

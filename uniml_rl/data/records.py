@@ -256,6 +256,8 @@ def _sample(given: Given, place: str) -> Sample:
         return Text(given, num_tokens=0, finished=True)  # no token of it was chosen by a model
     try:
         with PIL.Image.open(io.BytesIO(given.read())) as opened:
+            if opened.mode[0] in "IF":  # which becomes white: the conversion to 8 bits cuts off and does not scale
+                raise UserError(f"{place}: {given.name!r} has more than 8 bits per channel; save it with 8 bits.")
             picture = PIL.ImageOps.exif_transpose(opened)
             if picture.has_transparency_data:
                 above = picture.convert("RGBA")
