@@ -157,6 +157,17 @@ def test_ipo(tmp_path: Path, per_decision: bool) -> None:
     assert_same(block, policy, data, expected)
 
 
+def test_a_sample_without_a_decision_leaves_the_gradient_of_the_others_finite(tmp_path: Path) -> None:
+    """IPO's division by the number of decisions is no division by 0."""
+    policy = text_policy(tmp_path)
+    trajectory, result = given_texts(policy, [1.0, 0.0, 0.0, 1.0, 0.5, 0.25])
+    trajectory.segments[0].trained_mask[0] = False
+    block = {"name": "ipo", "loss": {"per_decision": True}}
+    objective = build_objective(resolve_algorithm(block), None, None)
+    loss, gradient, _ = loss_and_gradient(objective, policy, trajectory, result, 100)
+    assert math.isfinite(loss) and gradient.isfinite().all() and gradient.abs().max() > 0
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("prompts", [3, 4])
 def test_kto(tmp_path: Path, prompts: int, sign: int) -> None:
