@@ -11,7 +11,9 @@ from torch.distributions import Categorical
 
 from uniml_rl.algorithms.aggregation import aggregate, decision_weights, local_denominator
 from uniml_rl.algorithms.mismatch import mask_mismatch, truncate_mismatch
+from uniml_rl.algorithms.presets import resolve_algorithm
 from uniml_rl.algorithms.surrogate import (
+    SurrogateInputs,
     capped_weight_surrogate,
     clipped_surrogate,
     log_ratio,
@@ -286,3 +288,16 @@ def test_no_gradient_goes_through_a_correction():
     mask = torch.ones(1, 2, dtype=torch.bool)
     assert not truncate_mismatch(old, rollout, mask, 2.0).weights.requires_grad
     assert not truncate_mismatch(old.detach(), rollout, mask, 2.0).weights.requires_grad
+
+
+@pytest.mark.parametrize("block", ["ppo_clip", "reinforce", "cispo", "drpo"])
+def test_no_surrogate_has_a_gradient_to_advantages_and_each_reports_the_ratio_itself(block):
+    new, advantages = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+    old = torch.randn(2, 3)
+    settings = resolve_algorithm({"name": "cispo", "surrogate": {"type": block}}).surrogate
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    inputs = SurrogateInputs(log_ratio(new, old), advantages, new, mask, "token", 0, old={"log_prob": old})
+    terms = settings.terms(inputs)
+    assert torch.allclose(terms.ratio, (new - old).exp()) and not terms.ratio.requires_grad
+    found = torch.autograd.grad(terms.loss.sum(), [new, advantages], allow_unused=True)
+    assert found[0] is not None and found[1] is None

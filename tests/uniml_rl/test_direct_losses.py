@@ -164,8 +164,9 @@ def test_a_sample_without_a_decision_leaves_the_gradient_of_the_others_finite(tm
     trajectory.segments[0].trained_mask[0] = False
     block = {"name": "ipo", "loss": {"per_decision": True}}
     objective = build_objective(resolve_algorithm(block), None, None)
-    loss, gradient, _ = loss_and_gradient(objective, policy, trajectory, result, 100)
+    loss, gradient, found = loss_and_gradient(objective, policy, trajectory, result, 100)
     assert math.isfinite(loss) and gradient.isfinite().all() and gradient.abs().max() > 0
+    assert not any(name.startswith("nonfinite/") for name in found.reduce())
 
 
 @pytest.mark.parametrize("sign", [1, -1])
