@@ -45,7 +45,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     f"{ALGORITHMS}/mismatch.py": ("test_algorithms_surrogate", *LOSSES),
     f"{ALGORITHMS}/preference.py": DIRECT,
     f"{ALGORITHMS}/surrogate.py": ("test_algorithms_surrogate", *TOKENS),
-    f"{ALGORITHMS}/token_surrogates.py": ("test_algorithms_surrogate", *TOKENS),
+    f"{ALGORITHMS}/token_surrogates.py": ("test_algorithms_surrogate", "test_algorithms_settings", *TOKENS),
     f"{ALGORITHMS}/value.py": ("test_algorithms_value", *LOSSES),
     f"{OBJECTIVES}/base.py": (*LOSSES, *DIRECT),
     f"{OBJECTIVES}/credit.py": (*TOKENS,),

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from modalities.errors import UserError
 from modalities.forward_process import ForwardProcessSettings
-from uniml_rl.algorithms.matching import OldPolicySettings
+from uniml_rl.algorithms.matching import MatchingInputs, NegativeAware, OldPolicySettings
 from uniml_rl.algorithms.presets import resolve_algorithm
 from uniml_rl.engines.torch_engine import TorchEngine
 from uniml_rl.experience import Experience
@@ -256,3 +256,11 @@ def test_tokens_are_refused() -> None:
     with pytest.raises(UserError, match="trains denoising, but this policy makes tokens"):
         resolve_algorithm("awm").check(4, "token", "tokens")
     resolve_algorithm("awm").check(4, "element_mean", "denoising")
+
+
+def test_a_perfect_denoiser_costs_nothing_and_no_division_by_zero() -> None:
+    target = torch.randn(1, 2, 3, generator=torch.Generator().manual_seed(0))
+    prediction, ones = target.clone().requires_grad_(), torch.ones(1, 2)
+    loss = NegativeAware().terms(MatchingInputs(prediction, target, -0 * ones, ones, ones, old_prediction=target)).loss
+    (gradient,) = torch.autograd.grad(loss.sum(), prediction)
+    assert torch.equal(loss, torch.zeros(1, 2)) and torch.equal(gradient, torch.zeros(1, 2, 3))

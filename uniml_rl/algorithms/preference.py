@@ -43,10 +43,10 @@ def kto_loss(
     Args:
         log_ratios: [b, u] float32, log pi - log pi_ref of whole samples.
         desirable: [b] bool.
-        drift: 0-dim, z, not below 0.
+        drift: 0-dim, z, not below 0 and without gradient.
         desirable_weight, undesirable_weight: lambda_D and lambda_U.
     """
-    distance = beta * (log_ratios - drift.detach())
+    distance = beta * (log_ratios - drift)
     good = desirable_weight * (1 - torch.sigmoid(distance))
     bad = undesirable_weight * (1 - torch.sigmoid(-distance))
     return torch.where(desirable.unsqueeze(1), good, bad)

@@ -51,7 +51,7 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
     Rows are whole. [b, t] float32, 0 outside of the mask and for a row without a trained decision.
     """
-    mean = torch.where(mask, log_ratio, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    mean = torch.where(mask, log_ratio, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
     return torch.where(mask, mean, 0.0)
 
 
