@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from contracts.catalog import POLICY, run_config
 from contracts.harness import make_critic
+from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from toy_runs import Surprise, load_run, prompts, stage
@@ -24,6 +25,7 @@ from toy_runs import Surprise, load_run, prompts, stage
 from modalities.errors import UserError
 from modalities.randomness import seeded_generator
 from modalities.samples import Image, Prompt, Sample, Text
+from modalities.sources import convert_gguf
 from rewards.base import Reward, RewardConfig
 from rewards.combine import RewardResult
 from uniml_rl.build import RunConfig, StageConfig, build_objective, build_policy
@@ -262,15 +264,21 @@ def _check_steps(engine: ReplicatedEngine) -> dict[str, bool]:
 
 
 def main(folder: Path) -> None:
+    sys.path.append(str(Path(__file__).parent / "modalities"))
+    from test_sources import gguf_llama
+
     torch.set_num_threads(1)
     # In a process group of torch's, transformers saves models on rank 0 alone.
     own = folder / f"models-{os.environ['RANK']}"
     own.mkdir()
+    gguf_llama(own / "tiny.gguf", GGMLQuantizationType.Q4_1)
     configs = {entry: run_config(entry, own / entry) for entry, _ in CASES.values()}
     with ending_together(launched()):
         engine = TorchEngineConfig(device="cpu", shard="ddp").build()
         assert isinstance(engine, ReplicatedEngine)
         results: dict[str, Any] = {"engine": check_engine(engine)}
+        convert_gguf(own / "tiny.gguf", own / "converted")
+        assert (own / "converted" / "model.safetensors").is_file()
         for name in CASES:
             results[name] = compare(name, engine, configs[CASES[name][0]], own)
         loaded = load_yaml(folder / RUN)

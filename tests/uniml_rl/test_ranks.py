@@ -164,6 +164,60 @@ def test_a_mistake_on_one_rank_and_a_kill_end_all_and_the_run_goes_on_bit_for_bi
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
+ENGINE = """
+import os, signal, time, torch
+from uniml_rl.engines.ranks import ending_together, launched
+from uniml_rl.engines.torch_engine import TorchEngineConfig
+with ending_together(launched()):
+    engine = TorchEngineConfig(device="cpu", shard="ddp", timeout_seconds=2).build()
+"""
+SILENT = """
+    if engine.rank == 1:
+        time.sleep(600)
+    engine.sum_over_ranks(torch.ones(()))
+"""
+KILLED = """
+    if engine.rank == 0:
+        time.sleep(4)  # twice the time-out: whoever waits for work of one rank has patience
+        engine.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    engine.wait()
+    engine.wait()
+"""
+
+
+RESTARTED = """
+import os, time
+from uniml_rl.engines import ranks
+ranks._POLL = ranks._GRACE = 0.2
+with ranks.ending_together(ranks.launched()):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise RuntimeError("the first attempt")
+    time.sleep(2)
+print("the second attempt")
+"""
+
+
+def test_how_one_attempt_ended_says_nothing_to_the_next(tmp_path: Path) -> None:
+    (tmp_path / "restarted.py").write_text(RESTARTED)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    ((code, output, errors),) = ends([start([*launcher, str(tmp_path / "restarted.py")], {})])
+    assert (code, output.count("the second attempt")) == (0, 2), errors
+
+
+def test_the_others_end_when_rank_0_is_killed_while_they_wait_for_it() -> None:
+    (killed_code, _, _), (code, _, said) = ends(start_pair(["-c", ENGINE + KILLED]))
+    assert (killed_code, code) == (-signal.SIGKILL, 1)
+    assert "rank 1 of 2 lost another one while waiting for all" in said
+
+
+def test_a_silent_rank_ends_the_others_after_the_time_out_and_is_ended_itself() -> None:
+    (code, _, said), (silent_code, _, silent) = ends(start_pair(["-c", ENGINE + SILENT]))
+    assert (code, silent_code) == (1, 1)
+    assert "rank 0 of 2 lost another one while summing numbers" in said and "timed out" in said.lower()
+    assert "rank 1 ends, because rank 0 did" in silent
+
+
 # -- what one process can say of it ----------------------------------------------------------------------------------
 
 

@@ -112,12 +112,14 @@ def ending_together(launch: Launch) -> Iterator[None]:
         yield
         return
     store, over = _meet(launch), threading.Event()
-    watch = threading.Thread(target=_watch, args=(store, launch.rank, over), daemon=True)
+    # torchrun keeps the store over its restarts, so what is there already is the ending of an earlier attempt.
+    stale = store.get(_ENDED).decode() if _launcher_keeps_store() and store.check([_ENDED]) else ""
+    watch = threading.Thread(target=_watch, args=(store, stale, launch.rank, over), daemon=True)
     watch.start()
     try:
         yield
     except BaseException as error:
-        raise _first_to_end(store, launch, error) from error
+        raise _first_to_end(store, stale, launch, error) from error
     finally:
         over.set()
         watch.join()
@@ -138,33 +140,39 @@ def _meet(launch: Launch) -> dist.Store:
     return dist.PrefixStore("uniml-rl", store)
 
 
-def _first_to_end(store: dist.Store, launch: Launch, error: BaseException) -> BaseException:
+def _launcher_keeps_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _first_to_end(store: dist.Store, stale: str, launch: Launch, error: BaseException) -> BaseException:
     """Says to the other ranks that the run ends. The error itself if no rank was faster."""
     code = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-    own = json.dumps({"rank": launch.rank, "exit_code": code})
+    own = json.dumps({"rank": launch.rank, "exit_code": code, "at": time.time()})
     try:
-        said = store.compare_set(_ENDED, "", own).decode()
+        said = store.compare_set(_ENDED, stale, own).decode()
     except RuntimeError:  # the store died with the process that kept it, so nobody else can say why
         return error
     with suppress(RuntimeError):
         left, until = store.add(_LEFT, 1), time.monotonic() + _FAREWELL
-        while launch.rank == 0 and left < launch.world_size and time.monotonic() < until:
+        keeps_store = launch.rank == 0 and not _launcher_keeps_store()
+        while keeps_store and left < launch.world_size and time.monotonic() < until:
             time.sleep(0.05)
             left = store.add(_LEFT, 0)
     ending = json.loads(said)
-    return error if ending["rank"] == launch.rank else EndedByAnotherRankError(**ending)
+    return error if ending["rank"] == launch.rank else EndedByAnotherRankError(ending["rank"], ending["exit_code"])
 
 
-def _watch(store: dist.Store, rank: int, over: threading.Event) -> None:
+def _watch(store: dist.Store, stale: str, rank: int, over: threading.Event) -> None:
     """Ends this process when another rank has ended the run and this one is where it cannot notice."""
-    ending = None
-    while ending is None and not over.wait(_POLL):
+    said = stale
+    while said == stale and not over.wait(_POLL):
         try:
-            ending = json.loads(store.get(_ENDED)) if store.check([_ENDED]) else None
+            said = store.get(_ENDED).decode() if store.check([_ENDED]) else stale
         except RuntimeError:  # the store is gone; the next exchange says what happened
             return
-    if ending is None or over.wait(_GRACE):
+    if said == stale or over.wait(_GRACE):
         return
+    ending = json.loads(said)
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     print(f"rank {rank} ends, because rank {ending['rank']} did; it was in {_place(frame)}.", file=sys.stderr)
     sys.stderr.flush()
