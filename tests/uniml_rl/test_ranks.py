@@ -189,8 +189,11 @@ KILLED = """
 RESTARTED = """
 import os, time
 from uniml_rl.engines import ranks
+from uniml_rl.engines.torch_engine import TorchEngineConfig
 ranks._POLL = ranks._GRACE = 0.2
 with ranks.ending_together(ranks.launched()):
+    engine = TorchEngineConfig(device="cpu", shard="ddp", timeout_seconds=60).build()
+    engine.wait()
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         raise RuntimeError("the first attempt")
     time.sleep(2)

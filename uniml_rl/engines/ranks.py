@@ -71,7 +71,11 @@ def join(launch: Launch, device: str, timeout_seconds: float) -> None:
         torch.cuda.set_device(launch.local_rank)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        # torchrun keeps the store over its restarts: under the same keys a rank would find addresses of dead processes.
+        attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        store = dist.PrefixStore(attempt, next(iter(dist.rendezvous("env://", timeout=_MEETING)))[0])
+        timeout = timedelta(seconds=timeout_seconds)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.world_size)
 
 
 def patient_group() -> dist.ProcessGroup:
