@@ -129,6 +129,7 @@ def averaged(history: list[Tensor], decay: float) -> Tensor:
     [
         ({"type": "fixed"}, lambda history: history[0]),
         ({"type": "refreshed", "every": 2}, lambda history: history[(len(history) - 1) // 2 * 2]),
+        ({"type": "refreshed", "every": 3}, lambda history: history[(len(history) - 1) // 3 * 3]),
         ({"type": "moving_average", "decay": 0.7}, lambda history: averaged(history, 0.7)),
         ({"type": "moving_average", "decay": 0.7, "every": 2}, lambda history: averaged(history[::2], 0.7)),
     ],
