@@ -282,6 +282,6 @@ def convert_gguf(file: Path, folder: Path) -> None:
             quantization_config=GgufConfig(dequantize=True),
         )
     # Among several processes transformers lets rank 0 alone save, but each node makes its own, by whoever comes first.
-    model.should_save_on_this_rank = lambda is_main_process: True
+    model.should_save_on_this_rank = lambda is_main_process: True  # type: ignore[method-assign]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
