@@ -25,6 +25,7 @@ from uniml_rl.config import overlay, typed_block, validate
 from uniml_rl.engines.base import OptimizerSettings
 from uniml_rl.objectives.base import Objective
 from uniml_rl.schema import mistake_at
+from uniml_rl.until import UntilSettings
 
 POLICIES = {
     "text": "modalities.text:TextPolicyConfig",
@@ -85,53 +86,6 @@ RecordsBlock = Annotated[Any, typed_block(RECORDS, "records")]
 RewardBlock = Annotated[Any, typed_block(REWARDS, "reward")]
 EngineBlock = Annotated[Any, typed_block(ENGINES, "engine", default="torch")]
 AlgorithmBlock = Annotated[AnyAlgorithm, BeforeValidator(merge_preset)]
-
-
-class RewardThreshold(Settings):
-    """Ends a stage when its reward is high enough for long enough."""
-
-    threshold: float
-    """Mean total reward of an iteration's rollout that counts as reached."""
-    patience: int = Field(default=1, ge=1)
-    """Iterations in a row that must reach it."""
-
-
-class Plateau(Settings):
-    """Ends a stage when its reward no longer rises."""
-
-    window: int = Field(default=10, ge=1)
-    """Compares the mean total reward of the last `window` iterations with that of the `window` before."""
-    minimum_gain: float = 0.0
-    """The stage ends when the later mean is not larger by more than this."""
-
-
-class UntilSettings(Settings):
-    """When a stage ends: as soon as any of the given conditions holds."""
-
-    iterations: int | None = Field(default=None, ge=0)
-    """Number of iterations (one rollout and its updates)."""
-    reward: RewardThreshold | None = None
-    """A reward threshold with patience."""
-    plateau: Plateau | None = None
-    """A plateau of the reward."""
-
-    @model_validator(mode="after")
-    def _at_least_one(self) -> UntilSettings:
-        if self.iterations is None and self.reward is None and self.plateau is None:
-            raise ValueError("a stage without an end: give `iterations`, `reward` or `plateau`")
-        return self
-
-    def in_words(self) -> str:
-        """The conditions as a person says them."""
-        conditions = []
-        if self.iterations is not None:
-            conditions.append(f"{self.iterations} iteration{'s' * (self.iterations != 1)}")
-        if self.reward is not None:
-            patience = f", {self.reward.patience} times in a row" if self.reward.patience > 1 else ""
-            conditions.append(f"a reward of {self.reward.threshold:g}{patience}")
-        if self.plateau is not None:
-            conditions.append(f"a plateau over twice {self.plateau.window} iterations")
-        return " or ".join(conditions)
 
 
 class EvaluationSettings(Settings):

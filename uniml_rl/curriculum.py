@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from uniml_rl.build import (
     EXPORTS,
     RunConfig,
     StageConfig,
-    UntilSettings,
     build_objective,
     build_policy,
     build_rewards,
@@ -38,6 +36,7 @@ from uniml_rl.monitor.samples import save_before_after, save_samples
 from uniml_rl.monitor.writer import MetricsWriter
 from uniml_rl.stage_rewards import StageRewards
 from uniml_rl.trainer import Trainer
+from uniml_rl.until import why_ended
 
 ITERATIONS_WITHOUT_REWARD = 5
 """So many iterations in a row without one valid reward end the run."""
@@ -51,26 +50,6 @@ class Position:
     iteration: int = 0  # finished iterations of the stage
     total_iterations: int = 0  # finished iterations of the run
     rewards: list[float] = field(default_factory=list)  # mean total reward of each of them
-
-
-def why_ended(until: UntilSettings, iteration: int, rewards: Sequence[float]) -> str | None:
-    """The condition that ends a stage after `iteration` iterations with these mean rewards, in words; None goes on.
-
-    An iteration without a single valid reward (NaN) reaches no threshold, and a plateau does not see it.
-    """
-    if until.iterations is not None and iteration >= until.iterations:
-        return f"{iteration} iterations"
-    if until.reward is not None:
-        last = rewards[-until.reward.patience :]
-        if len(last) == until.reward.patience and all(reward >= until.reward.threshold for reward in last):
-            return f"reward >= {until.reward.threshold:g} in {until.reward.patience} iterations in a row"
-    known = [reward for reward in rewards if math.isfinite(reward)]
-    if until.plateau is not None and len(known) >= 2 * until.plateau.window:
-        window = until.plateau.window
-        gain = math.fsum(known[-window:]) / window - math.fsum(known[-2 * window : -window]) / window
-        if gain <= until.plateau.minimum_gain:
-            return f"reward gained {gain:.4g} over {window} iterations, not more than {until.plateau.minimum_gain:g}"
-    return None
 
 
 @dataclass

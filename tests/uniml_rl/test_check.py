@@ -22,9 +22,9 @@ from toy_runs import held_out, stage, write_run
 from transformers import AutoModelForCausalLM
 
 from modalities.errors import UserError
-from uniml_rl.build import UntilSettings
 from uniml_rl.check import check_from_yaml
 from uniml_rl.trainer import Trainer
+from uniml_rl.until import UntilSettings
 
 
 @pytest.fixture(autouse=True)

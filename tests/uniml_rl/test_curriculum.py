@@ -27,13 +27,13 @@ from modalities.errors import UserError
 from modalities.samples import Text
 from rewards.combine import RewardResult, RewardSet
 from uniml_rl import checkpoint
-from uniml_rl.build import UntilSettings
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
-from uniml_rl.curriculum import Curriculum, why_ended
+from uniml_rl.curriculum import Curriculum
 from uniml_rl.data.prompts import DrawnPrompt
 from uniml_rl.run import train_from_yaml
 from uniml_rl.stage_rewards import StageRewards
 from uniml_rl.trainer import IterationReport, Trainer
+from uniml_rl.until import UntilSettings, why_ended
 
 NAN = math.nan
 SURPRISE = {"surprise": {"type": "toy_runs:SurpriseConfig"}}

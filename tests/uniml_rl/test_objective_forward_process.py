@@ -194,12 +194,12 @@ def test_awm_with_advantages_of_one_is_supervised_fine_tuning(world: DenoisingWo
 
 def test_the_old_policy_follows_by_the_schedule(world: DenoisingWorld) -> None:
     """old <- d old + (1 - d) current after each iteration, d = min(limit, slope (steps - delay))."""
-    old = {"delay": 3, "slope": 0.2, "limit": 0.5}
-    objective = objective_of("diffusion_nft", old=old, minibatches=2, epochs=1)
+    old = {"delay": 9, "slope": 1 / 15, "limit": 0.5}
+    objective = objective_of("diffusion_nft", old=old, minibatches=3, epochs=2)
     objective.start(world.policy)
     experience = prepared(objective, world)
     kept = [parameter.detach().clone() for parameter in world.parameters]
-    for iteration, decay in enumerate([0.0, 0.2, 0.5, 0.5]):  # after 2, 4, 6 and 8 optimizer steps
+    for iteration, decay in enumerate([0.0, 0.2, 0.5, 0.5]):  # after 6, 12, 18 and 24 optimizer steps
         moved(world, 10 + iteration, 0.1)
         metrics = Metrics()
         objective.finish_iteration(world.policy, experience, iteration, TorchEngine("cpu"), metrics)
