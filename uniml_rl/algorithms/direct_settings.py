@@ -38,6 +38,8 @@ class SupervisedSettings(AlgorithmSettings):
 class LogisticLoss(Settings):
     """-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h), h the margin of the chosen over the rejected sample."""
 
+    per_decision: ClassVar[bool] = False
+
     type: Literal["logistic"] = "logistic"
     """DPO; without a reference, the Bradley-Terry loss of a reward model."""
     beta: float = Field(default=0.1, gt=0)

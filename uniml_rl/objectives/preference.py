@@ -11,7 +11,7 @@ from modalities.base import Cut, Policy, Trajectory
 from modalities.trajectories import select
 from rewards.combine import RewardResult
 from uniml_rl.algorithms.aggregation import aggregate
-from uniml_rl.algorithms.direct_settings import PreferenceSettings, SquareLoss
+from uniml_rl.algorithms.direct_settings import PreferenceSettings
 from uniml_rl.engines.base import Engine
 from uniml_rl.experience import Experience, Minibatch
 from uniml_rl.monitor.metrics import Metrics
@@ -92,8 +92,7 @@ class PreferenceObjective(LikelihoodObjective):
         if experience.reference_log_probs is not None:
             log_probs = log_probs - cut.take(experience.reference_log_probs).to(device)
         mask = cut.take(experience.mask).to(device)
-        per_decision = isinstance(self.settings.loss, SquareLoss) and self.settings.loss.per_decision
-        scores = self.scores(segment, log_probs, mask, per_decision)
+        scores = self.scores(segment, log_probs, mask, self.settings.loss.per_decision)
         chosen = experience.advantages[cut.rows, 0] > 0
         groups = experience.groups[cut.rows]
         first, second = (rows.nonzero().flatten() for rows in (chosen, ~chosen))
