@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from modalities.base import Cut, Need, Policy, Trajectory
+from modalities.randomness import global_generator_seeded
 from modalities.settings import Settings
 
 
@@ -35,8 +36,7 @@ class ValueHead(nn.Module):
 
     def __init__(self, feature_size: int, hidden_size: int, seed: int) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with global_generator_seeded(seed):
             self.layers = nn.Sequential(
                 nn.LayerNorm(feature_size), nn.Linear(feature_size, hidden_size), nn.GELU(), nn.Linear(hidden_size, 1)
             )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from modalities.errors import UserError, did_you_mean
+from modalities.randomness import global_generator_seeded
 from modalities.settings import Settings
 
 ADAPTER = "default"
@@ -73,9 +74,8 @@ def attach_lora(module: nn.Module, settings: LoraSettings, default_targets: Sequ
         target_modules=matching,
         lora_dropout=0.0,
     )
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with global_generator_seeded(seed), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft sets it itself, per layer
-        torch.manual_seed(seed)
         inject_adapter_in_model(config, module, adapter_name=ADAPTER)
     for name, parameter in module.named_parameters():
         is_adapter = "lora_" in name

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,3 +52,17 @@ def seeded_generator(*fields: int) -> torch.Generator:
         raise UserError(f"seed: {largest} does not fit into 64 bits; take a smaller one.") from None
     digest = hashlib.blake2b(packed, digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+_GLOBAL = threading.Lock()
+
+
+@contextmanager
+def global_generator_seeded(seed: int) -> Iterator[None]:
+    """Within the context torch's global CPU generator, which the initialisers of layers draw from, starts at `seed`.
+
+    Its state is put back afterwards. Threads wait for each other, so each gets the numbers of its own seed.
+    """
+    with _GLOBAL, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
