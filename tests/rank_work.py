@@ -31,7 +31,8 @@ from rewards.combine import RewardResult
 from uniml_rl.build import RunConfig, StageConfig, build_objective, build_policy
 from uniml_rl.config import load_yaml
 from uniml_rl.engines import replicated
-from uniml_rl.engines.base import Engine, OptimizerSettings
+from uniml_rl.engines.base import Engine
+from uniml_rl.engines.optimizers import OptimizerSettings
 from uniml_rl.engines.ranks import ending_together, launched
 from uniml_rl.engines.replicated import ReplicatedEngine
 from uniml_rl.engines.torch_engine import TorchEngine, TorchEngineConfig

@@ -22,7 +22,7 @@ from uniml_rl.algorithms.parts import AggregationSettings
 from uniml_rl.algorithms.presets import merge_preset
 from uniml_rl.algorithms.settings import AnyAlgorithm
 from uniml_rl.config import overlay, typed_block, validate
-from uniml_rl.engines.base import OptimizerSettings
+from uniml_rl.engines.optimizers import OptimizerSettings
 from uniml_rl.objectives.base import Objective
 from uniml_rl.schema import mistake_at
 from uniml_rl.until import UntilSettings

@@ -37,7 +37,7 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> dict[str, PolicySummar
     the policy. Warns of held-out prompts that are fewer than asked for. No weights are read.
     """
     with _said_at(loaded, ("engine",)):
-        config.engine.resolve_device()
+        device = config.engine.resolve_device()
     with _said_at(loaded, ("seed",)):
         seeded_generator(config.seed)
     summaries = {}
@@ -48,6 +48,10 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> dict[str, PolicySummar
                 raise UserError("nothing in it is trainable.")
     for index, stage in enumerate(config.stages):
         place: KeyPath = ("stages", index)
+        for key, owner in (((), stage), (("critic",), stage.critic)):
+            if owner is not None:
+                with _said_at(loaded, (*place, *key, "optimizer")):
+                    owner.optimizer.require(device)
         with _said_at(loaded, place):
             _check_stage(config, stage, summaries)
         if stage.auxiliary is not None:

@@ -3,7 +3,7 @@
 Sizes in bytes; N parameters, of them n trainable; v is 2 with bf16 autocast or half-precision weights, else 4.
 
 * weights: (N - n) x the frozen weights' size + 4 n. Policies that earlier stages trained stay: counted too.
-* gradients: 4 n. Optimizer: 8 n for AdamW, 0 for SGD.
+* gradients: 4 n. Optimizer: 8 n for AdamW, 2 n in 8 bits, next to nothing for the others.
 * copies: 4 n for each kept weight set: the reference (none if it is fixed and no earlier stage trained the adapter:
   it is the adapter switched off) and the moving average.
 * critic: a second model with its gradients and optimizer for `source: model`; a head alone is too small to count.
@@ -25,7 +25,7 @@ from typing import Any
 from modalities.summary import PolicySummary, RowMemory
 from uniml_rl.algorithms.policy_gradient_settings import PolicyGradientSettings
 from uniml_rl.build import RunConfig, StageConfig, build_objective, part_names, policies_of
-from uniml_rl.engines.base import OptimizerSettings
+from uniml_rl.engines.optimizers import OptimizerSettings
 
 STAYS = ("weights", "gradients", "optimizer", "copies", "critic")
 TAKES_TURNS = ("step", "cache", "activations")
@@ -68,8 +68,8 @@ def _weights(summary: PolicySummary) -> int:
     return frozen * summary.bytes_per_parameter + FLOAT32 * summary.trainable_parameters
 
 
-def _moments(settings: OptimizerSettings) -> int:
-    return 2 if settings.type == "adamw" else 0
+def _moments(settings: OptimizerSettings) -> float:
+    return {"adamw": 2.0, "adamw_8bit": 0.5}.get(settings.type, 0.0)
 
 
 def _loaded(config: RunConfig, index: int) -> set[str]:

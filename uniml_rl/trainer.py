@@ -241,6 +241,8 @@ class Trainer:
         for name, ratio in report.update_weight_ratio.items():
             metrics.mean(f"update/weight_ratio/{name}", ratio)
         metrics.steps("gradient/skipped_steps", report.skipped)
+        if report.loss_scale is not None:
+            metrics.last("gradient/loss_scale", report.loss_scale)
 
     def _measure(self, metrics: Metrics, rollout: Rollout, iteration: int, seconds: float) -> None:
         trajectory, samples, result = rollout.trajectory, rollout.samples, rollout.result

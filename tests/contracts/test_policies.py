@@ -112,11 +112,14 @@ def test_the_first_update_does_not_depend_on_how_it_is_cut(case: Case, algorithm
         assert (update.gradient - whole.gradient).norm() <= 1e-5 * norm, budget
 
 
-@every_combination
-def test_in_bfloat16_the_ratio_is_exactly_one(case: Case, algorithm: str, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "algorithm", "engine", "precision"),
+    [(*names, "bf16") for names in COMBINATIONS] + [(*names, "fp16") for names in COMBINATIONS if "grpo" in names],
+)
+def test_in_half_precision_the_ratio_is_exactly_one(case: Case, algorithm: str, engine: str, precision: str) -> None:
     """For the split with which the old log-probs were scored, which is the one that training uses."""
     case.policy.keep("reference")
-    update = first_update(case.policy, case.trajectory, ALGORITHMS[algorithm], ENGINES[engine]("bf16"), budget=4)
+    update = first_update(case.policy, case.trajectory, ALGORITHMS[algorithm], ENGINES[engine](precision), budget=4)
     assert update.metrics.get("policy/ratio_max_deviation", 0) == 0
     assert update.metrics.get("policy/clip_share", 0) == 0
 

@@ -6,63 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from modalities.settings import Settings
+from uniml_rl.engines.optimizers import OptimizerSettings
 
-
-class ScheduleSettings(Settings):
-    """The learning rate as a function of the stage's iteration; it has no state, so a resumed run cannot lose it."""
-
-    type: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up: constant, or a decay to `final_share` over `decay_iterations`."""
-    warm_up_iterations: int = Field(default=0, ge=0)
-    """Linear rise from 1 / (n + 1) of the rate; 0 starts at the full rate."""
-    decay_iterations: int | None = Field(default=None, ge=1)
-    """Iterations of the decay, after the warm-up; needed by linear and cosine."""
-    final_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of the learning rate that is left at the end of the decay."""
-
-    @model_validator(mode="after")
-    def _decay_is_read(self) -> ScheduleSettings:
-        if self.type != "constant" and self.decay_iterations is None:
-            raise ValueError(f"type {self.type!r} without decay_iterations would never decay; say how long it takes")
-        if self.type == "constant" and (self.decay_iterations is not None or self.final_share):
-            raise ValueError("type 'constant' reads no decay_iterations and no final_share; take linear or cosine")
-        return self
-
-
-DecayRate = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimizerSettings(Settings):
-    """One optimizer over one set of modules (the policy's, or the critic's)."""
-
-    type: Literal["adamw", "sgd"] = "adamw"
-    """AdamW (Loshchilov & Hutter 2017) or plain SGD without momentum."""
-    learning_rate: float = Field(default=1e-5, gt=0)
-    """Peak learning rate."""
-    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moment."""
-    epsilon: float = Field(default=1e-8, gt=0)
-    """AdamW's denominator offset."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
-    gradient_clip: float | None = Field(default=1.0, gt=0)
-    """Largest L2 norm of the gradient over all modules of this optimizer; None does not clip."""
-    schedule: ScheduleSettings = ScheduleSettings()
-    """Warm-up and decay of the learning rate, in iterations."""
-
-    @model_validator(mode="after")
-    def _moments_are_read(self) -> OptimizerSettings:
-        for key in ("betas", "epsilon"):
-            if self.type == "sgd" and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key}: plain SGD keeps no moments and does not read it; remove it or take adamw")
-        return self
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The type in which forward passes compute; a lower one than float32 is autocast."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +24,7 @@ class StepReport:
     gradient_norm: dict[str, float]  # before clipping
     update_weight_ratio: dict[str, float]  # |delta w| / |w| over the trainable parameters
     skipped: bool  # a non-finite gradient: no optimizer stepped
+    loss_scale: float | None = None  # the factor of the losses in float16, which the norms are free of
 
 
 class Engine(ABC):
@@ -103,7 +56,8 @@ class Engine(ABC):
     def step(self, iteration: int) -> StepReport:
         """Clips, steps every optimizer at the learning rate of `iteration` (of the stage) and clears the gradients.
 
-        A non-finite gradient anywhere skips the step. Raises RuntimeError after too many skipped steps in a row.
+        A non-finite gradient anywhere skips the step. Raises RuntimeError after too many skipped steps in a row; those
+        that lower the loss scale of float16 do not count.
         """
 
     @abstractmethod
@@ -137,7 +91,7 @@ class Engine(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer moments, step counts and skip counters, as tensors and plain values."""
+        """Optimizer moments, step counts, loss scale and skip counters, as tensors and plain values."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from modalities.errors import UserError
-from uniml_rl.engines.base import OptimizerSettings, StepReport
+from uniml_rl.engines.base import StepReport
+from uniml_rl.engines.optimizers import OptimizerSettings
 from uniml_rl.engines.ranks import exchanging, patient_group
 from uniml_rl.engines.torch_engine import TorchEngine
 

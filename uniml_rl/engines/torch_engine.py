@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from modalities.errors import UserError
 from modalities.settings import Settings
-from uniml_rl.engines.base import Engine, OptimizerSettings, ScheduleSettings, StepReport
+from uniml_rl.engines.base import PRECISIONS, Engine, StepReport
+from uniml_rl.engines.loss_scale import LossScale
+from uniml_rl.engines.optimizers import OptimizerSettings, learning_rate_at
 from uniml_rl.engines.ranks import join, launched
 
 
@@ -24,8 +26,9 @@ class TorchEngineConfig(Settings):
     """Name of the engine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where models live; auto takes the GPU if there is one."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of forward passes: bf16 is autocast over float32 trainable weights."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of forward passes: bf16 and fp16 are autocast over float32 trainable weights. fp16 scales the losses up
+    before the backward pass, by as much as no gradient overflows; take it where a GPU has no bf16."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch; None leaves torch's own choice. A resumed run is equal bit for bit only with the same."""
     shard: Literal["none", "ddp"] = "none"
@@ -71,29 +74,6 @@ class TorchEngineConfig(Settings):
         return ReplicatedEngine(device, self.precision, self.max_skipped_steps)
 
 
-def learning_rate_at(peak: float, schedule: ScheduleSettings, iteration: int) -> float:
-    """The learning rate at an iteration of the stage, counted from 0."""
-    if iteration < schedule.warm_up_iterations:
-        return peak * (iteration + 1) / (schedule.warm_up_iterations + 1)
-    if schedule.type == "constant" or schedule.decay_iterations is None:
-        return peak
-    progress = min(1.0, (iteration - schedule.warm_up_iterations) / schedule.decay_iterations)
-    left = 1 - progress if schedule.type == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return peak * (schedule.final_share + (1 - schedule.final_share) * left)
-
-
-def _make_optimizer(settings: OptimizerSettings, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    if settings.type == "sgd":
-        return torch.optim.SGD(parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    return torch.optim.AdamW(
-        parameters,
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.epsilon,
-        weight_decay=settings.weight_decay,
-    )
-
-
 class TorchEngine(Engine):
     """One process with the whole model."""
 
@@ -105,45 +85,65 @@ class TorchEngine(Engine):
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._settings: dict[str, OptimizerSettings] = {}
         self._skipped_in_a_row = 0
+        self._loss_scale: LossScale | None = None
 
     def attach(self, optimizers: Mapping[str, tuple[Mapping[str, nn.Module], OptimizerSettings]]) -> None:
         self._optimizers, self._settings, self._skipped_in_a_row = {}, {}, 0
+        everything = [
+            p for modules, _ in optimizers.values() for module in modules.values() for p in module.parameters()
+        ]
+        types = {PRECISIONS[self.precision], *(p.dtype for p in everything)}  # a frozen base may compute in its own
+        self._loss_scale = LossScale() if torch.float16 in types else None
         for name, (modules, settings) in optimizers.items():
             parameters = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
             if not parameters:
                 raise ValueError(f"optimizer {name!r} has no trainable parameter in {sorted(modules)}.")
-            self._optimizers[name] = _make_optimizer(settings, parameters)
+            self._optimizers[name] = settings.build(parameters)
             self._settings[name] = settings
 
     def autocast(self) -> AbstractContextManager[Any]:
-        if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        dtype = PRECISIONS[self.precision]
+        return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        scaled = loss if self._loss_scale is None else loss * self._loss_scale.value
+        scaled.backward()  # type: ignore[no-untyped-call]
 
     def _parameters(self, name: str) -> list[nn.Parameter]:
         return [p for group in self._optimizers[name].param_groups for p in group["params"]]
 
+    def _total_norm(self, tensors: list[Tensor]) -> float:
+        """L2 norm over all elements, on whatever rank they are."""
+        return float(torch.nn.utils.get_total_norm(tensors))
+
+    @torch.no_grad()
     def step(self, iteration: int) -> StepReport:
-        norms = {}
+        scale, norms = self._loss_scale, {}
         for name in self._optimizers:
             gradients = [p.grad for p in self._parameters(name) if p.grad is not None]
-            norms[name] = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+            if gradients and scale is not None:
+                torch._foreach_mul_(gradients, 1 / scale.value)
+            norms[name] = self._total_norm(gradients) if gradients else 0.0
         skipped = not all(math.isfinite(norm) for norm in norms.values())
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         ratios = {} if skipped else {name: self._step_one(name, norms[name], iteration) for name in self._optimizers}
         for optimizer in self._optimizers.values():
             optimizer.zero_grad(set_to_none=True)
+        report = StepReport(norms, ratios, skipped, None if scale is None else scale.value)
+        self._count(report)
+        return report
+
+    def _count(self, report: StepReport) -> None:
+        """Ends the run after too many skipped steps in a row that no smaller loss scale can prevent."""
+        blames_scale = self._loss_scale is not None and self._loss_scale.update(overflow=report.skipped)
+        if not blames_scale:
+            self._skipped_in_a_row = self._skipped_in_a_row + 1 if report.skipped else 0
         if self._skipped_in_a_row >= self.max_skipped_steps:
             raise RuntimeError(
-                f"{self._skipped_in_a_row} optimizer steps in a row had a non-finite gradient (norms {norms}); the "
-                "last checkpoint is intact. Lower the learning rate or the reward's scale, or use precision: fp32."
+                f"{self._skipped_in_a_row} optimizer steps in a row had a non-finite gradient (norms "
+                f"{report.gradient_norm}); the last checkpoint is intact. Lower the learning rate or the reward's "
+                "scale, or use precision: fp32."
             )
-        return StepReport(norms, ratios, skipped)
 
-    @torch.no_grad()
     def _step_one(self, name: str, norm: float, iteration: int) -> float:
         """Steps one optimizer; the L2 norm of the update over that of the weights."""
         optimizer, settings, parameters = self._optimizers[name], self._settings[name], self._parameters(name)
@@ -153,8 +153,8 @@ class TorchEngine(Engine):
             group["lr"] = learning_rate_at(settings.learning_rate, settings.schedule, iteration)
         before = [p.detach().clone() for p in parameters]
         optimizer.step()
-        update = torch.nn.utils.get_total_norm([p - b for p, b in zip(parameters, before, strict=True)])
-        return float(update / torch.nn.utils.get_total_norm(before).clamp_min(1e-30))
+        update = self._total_norm([p - b for p, b in zip(parameters, before, strict=True)])
+        return update / max(self._total_norm(before), 1e-30)
 
     def learning_rates(self, iteration: int) -> dict[str, float]:
         return {
@@ -172,6 +172,7 @@ class TorchEngine(Engine):
         return {
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self._optimizers.items()},
             "skipped_in_a_row": self._skipped_in_a_row,
+            "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -182,3 +183,5 @@ class TorchEngine(Engine):
         for name, optimizer in self._optimizers.items():
             optimizer.load_state_dict(state["optimizers"][name])
         self._skipped_in_a_row = state["skipped_in_a_row"]
+        if self._loss_scale is not None:
+            self._loss_scale.load_state_dict(state["loss_scale"])

@@ -136,6 +136,12 @@ METRICS: dict[str, Metric] = {
     "gradient/skipped_steps": Metric(
         "steps", "sum per rank", "Optimizer steps of the iteration that were skipped for a non-finite gradient."
     ),
+    "gradient/loss_scale": Metric(
+        "1",
+        "last",
+        "Factor of the losses before the backward pass in float16, of which norms and updates are free; half as large "
+        "after a step that was skipped because it overflowed.",
+    ),
     "update/empty_steps": Metric(
         "steps", "sum per rank", "Optimizer steps left out because not one of their decisions could be trained."
     ),

@@ -18,7 +18,7 @@ from uniml_rl.algorithms.aggregation import aggregate
 from uniml_rl.algorithms.policy_gradient_settings import PolicyGradientSettings, replay_tolerance
 from uniml_rl.algorithms.surrogate import SurrogateInputs, log_ratio, sequence_log_ratio
 from uniml_rl.algorithms.value import clipped_value_loss
-from uniml_rl.engines.base import Engine
+from uniml_rl.engines.base import PRECISIONS, Engine
 from uniml_rl.experience import (
     Experience,
     Minibatch,
@@ -109,8 +109,8 @@ class PolicyGradientObjective(Objective):
             replayed = policy.replay(trajectory, cut, frozenset({"log_prob"})).of("log_prob").cpu()
         mask = cut.take(segment.trained_mask)
         found = float((replayed - cut.take(segment.rollout_log_probs)).abs()[mask].mean())
-        dtype = torch.bfloat16 if precision == "bf16" else policy.dtype
-        allowed = replay_tolerance(self.settings, dtype, segment.log_prob_unit)
+        types = {policy.dtype, PRECISIONS[precision]}
+        allowed = max(replay_tolerance(self.settings, dtype, segment.log_prob_unit) for dtype in types)
         if found <= allowed:
             return
         message = (
