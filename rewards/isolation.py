@@ -118,8 +118,10 @@ class RewardProcess:
     def _start(self) -> Connection:
         connection, theirs = multiprocessing.Pipe()
         # A fresh interpreter: fork would copy a threaded parent's locks, and multiprocessing's spawn runs a user's
-        # unguarded script again.
+        # unguarded script again. What tells the run to stop reaches its whole process group or container, but the
+        # iteration at hand still needs its scores.
         command = (
+            "import signal; [signal.signal(each, signal.SIG_IGN) for each in (signal.SIGTERM, signal.SIGUSR1)]; "
             f"import sys; sys.path[:] = {sys.path!r}; from rewards.isolation import serve; serve({theirs.fileno()})"
         )
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

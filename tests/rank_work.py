@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ class MortalConfig(RewardConfig):
 
 
 class Mortal(Surprise):
-    """DIE_AT and FAIL_AT are `<rank> <call>`."""
+    """DIE_AT, FAIL_AT, HANG_AT, STOP_AT and STOP_LAUNCHER_AT are `<rank> <call>`."""
 
     calls = 0
 
@@ -65,6 +66,13 @@ class Mortal(Surprise):
         here = f"{os.environ.get('RANK', 0)} {self.calls}"
         if os.environ.get("DIE_AT") == here:
             os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ.get("STOP_AT") == here:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if os.environ.get("STOP_LAUNCHER_AT") == here:
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(2)  # the launcher passes it on
+        if os.environ.get("HANG_AT") == here:
+            time.sleep(600)
         if os.environ.get("FAIL_AT") == here:
             raise UserError("this rank cannot go on.")
         return super().score(samples, prompts)

@@ -1,7 +1,8 @@
 """The command line. Each command hands over to one function, imported when it runs, so that `--help` is instant.
 
 Exit codes: 0 done, 1 a bug (with its traceback) or a rank that was lost (one message), 2 a mistake of the user (one
-message), 130 interrupted. The processes of one run all end with the same code, and one of them says why.
+message), 75 told to stop by SIGTERM or SIGUSR1 and saved, 130 interrupted. The processes of one run all end with the
+same code, and one of them says why.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from rich.text import Text
 
 from modalities.errors import UserError
 from uniml_rl import __version__
-from uniml_rl.engines.endings import EndedByAnotherRankError, LostRankError
+from uniml_rl.engines.endings import (
+    INTERRUPTED,
+    MISTAKE,
+    REQUEUE,
+    EndedByAnotherRankError,
+    LostRankError,
+    StoppedError,
+)
+from uniml_rl.stopping import Stop
 
 app = typer.Typer(
     name="uniml-rl",
@@ -61,10 +70,11 @@ def train(
 
     Example: [bold]uniml-rl train configs/quickstart.yaml seed=7 --folder runs/seed-7[/bold]
     """
-    with _well_behaved(verbose, interrupted="The same command continues from the last checkpoint."):
+    stop = Stop()
+    with _well_behaved(verbose, interrupted="The same command continues from the last checkpoint."), stop.listening():
         from uniml_rl.run import train_from_yaml
 
-        train_from_yaml(Path(config), overrides or [], None if folder is None else Path(folder))
+        train_from_yaml(Path(config), overrides or [], None if folder is None else Path(folder), stop)
 
 
 @app.command()
@@ -228,7 +238,10 @@ def _well_behaved(verbose: bool, interrupted: str = "") -> Iterator[None]:
         yield
     except UserError as error:
         _say(f"Error: {error}", "bold red")
-        raise typer.Exit(2) from None
+        raise typer.Exit(MISTAKE) from None
+    except StoppedError as error:
+        _say(str(error), "yellow")
+        raise typer.Exit(REQUEUE) from None
     except LostRankError as error:
         _say(f"Error: {error}", "bold red")
         raise typer.Exit(1) from None
@@ -236,7 +249,7 @@ def _well_behaved(verbose: bool, interrupted: str = "") -> Iterator[None]:
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         _say(f"Interrupted. {interrupted}".strip(), "yellow")
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _say(message: str, style: str) -> None:

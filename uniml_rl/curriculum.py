@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from modalities.base import Policy
 from modalities.critic import Critic, ValueHead
 from modalities.errors import UserError
@@ -26,6 +28,7 @@ from uniml_rl.build import (
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
 from uniml_rl.data.prompts import MixedPromptStream, PromptStream
 from uniml_rl.data.records import RecordStream
+from uniml_rl.engines import phases
 from uniml_rl.engines.base import Engine
 from uniml_rl.evaluation import Evaluation, Evaluator, compare, evaluation_metrics
 from uniml_rl.export import export_policy
@@ -35,6 +38,7 @@ from uniml_rl.monitor.report import StageReport
 from uniml_rl.monitor.samples import save_before_after, save_samples
 from uniml_rl.monitor.writer import MetricsWriter
 from uniml_rl.stage_rewards import StageRewards
+from uniml_rl.stopping import Stop
 from uniml_rl.trainer import Trainer
 from uniml_rl.until import why_ended
 
@@ -78,6 +82,7 @@ class Curriculum:
         device: str,
         writer: MetricsWriter | None,
         progress: Progress,
+        stop: Stop,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -85,6 +90,7 @@ class Curriculum:
         self.device = device
         self.writer = writer
         self.progress = progress
+        self.stop = stop
         self.store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
         self.position = Position()
         self.policies: dict[str, Policy] = {}
@@ -118,10 +124,12 @@ class Curriculum:
             self.writer.write(stage, iteration, self.position.total_iterations, metrics)
 
     def run(self) -> None:
-        """Trains until every stage has ended."""
+        """Trains until every stage has ended. Raises StoppedError, with everything saved, if the process is told to."""
         while not self.finished:
             stage = self._open(self.position.stage)
             self._run_stage(stage)
+            if not self.finished:
+                self.stop.heed()
 
     # -- one stage -------------------------------------------------------------------------------------------------
 
@@ -132,6 +140,7 @@ class Curriculum:
         )
         if position.iteration == 0:
             self._evaluate(stage)
+        self.stop.postpone()  # until what follows is saved
         while (reason := why_ended(config.until, position.iteration, position.rewards)) is None:
             report = stage.trainer.iterate(position.iteration)
             position.iteration += 1
@@ -150,11 +159,21 @@ class Curriculum:
                 metrics["time/checkpoint"], self._checkpoint_seconds = self._checkpoint_seconds, None
             # The row comes first: a checkpoint that is found says that the rows up to it are on the disk.
             self._write(config.name, position.iteration, metrics)
-            if not ended and position.total_iterations % self.config.checkpoint.every == 0:
+            due = not ended and position.total_iterations % self.config.checkpoint.every == 0
+            if due:
                 self._checkpoint_seconds = self._save(stage)
+            stops = not ended and self._anyone_is_told_to_stop()
+            if stops and not due:
+                self._save(stage)
             self.progress.advance(position.iteration, metrics)
+            if stops:
+                raise self.stop.error(f"after the {position.total_iterations} iterations that are saved")
         self.progress.note(f"stage {config.name} ended: {reason}")
         self._close(stage)
+
+    def _anyone_is_told_to_stop(self) -> bool:
+        """Alike on all ranks, whichever of them a signal has reached."""
+        return bool(self.engine.sum_over_ranks(torch.tensor(int(bool(self.stop.signal)))))
 
     def _refuse_to_learn_from_nothing(self) -> None:
         last = self.position.rewards[-ITERATIONS_WITHOUT_REWARD:]
@@ -200,6 +219,7 @@ class Curriculum:
         metrics: dict[str, float] = {}
         weight_sets = {"eval": "current"} | ({"eval_ema": "ema"} if stage.config.ema and iteration else {})
         for prefix, weights in weight_sets.items():
+            phases.enter("evaluation")
             self.progress.activity(f"evaluation of {weights} weights")
             evaluation = evaluator.run(weights)
             metrics |= evaluation_metrics(prefix, evaluation, before)
@@ -249,6 +269,7 @@ class Curriculum:
     def _open(self, index: int) -> OpenStage:
         """Builds the stage's objects; takes over the checkpoint's state if the run was restored into this stage."""
         config, seed = self.config.stages[index], self.config.seed
+        phases.enter("opening", config.name, 0)
         self.progress.activity(f"opening stage {config.name}")
         policy = self._policy(config.policy)
         critic = self._critic(config, policy)
@@ -353,6 +374,7 @@ class Curriculum:
     def _save(self, stage: OpenStage | None) -> float:
         """Writes a checkpoint and returns the seconds it took. Between stages there is no trainer to save."""
         started = time.perf_counter()
+        phases.enter("checkpoint")
         self.progress.activity("checkpoint")
         first_needed = min(self.position.stage, len(self.config.stages) - 1)
         needed = policies_of(self.config, self.config.stages[first_needed:])

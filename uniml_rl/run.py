@@ -19,38 +19,42 @@ from uniml_rl.engines.ranks import ending_together, launched
 from uniml_rl.monitor.progress import Progress
 from uniml_rl.monitor.report import write_report
 from uniml_rl.monitor.writer import MetricsWriter
+from uniml_rl.stopping import Stop
 from uniml_rl.yaml_files import KeyPath
 
 CONFIG_FILE = "config.yaml"
 _log = logging.getLogger(__name__)
 
 
-def train_from_yaml(path: str | Path, overrides: Sequence[str] = (), folder: str | Path | None = None) -> None:
+def train_from_yaml(
+    path: str | Path, overrides: Sequence[str] = (), folder: str | Path | None = None, stop: Stop | None = None
+) -> None:
     """Trains what the file describes, from the beginning or from the folder's last checkpoint.
 
-    Every process of a launcher calls it. Raises UserError for a wrong configuration, a folder of another configuration,
-    or a folder in use; on one rank that, and EndedByAnotherRankError on the others.
+    Every process of a launcher calls it; `stop` is one that listens if signals are to save and end the run. Raises
+    UserError for a wrong configuration, a folder of another configuration, or a folder in use, and StoppedError; on one
+    rank that, and EndedByAnotherRankError on the others.
     """
-    launch = launched()
-    with ending_together(launch):
+    launch, stop = launched(), stop or Stop()
+    with ending_together(launch), stop.kept_at_the_end():
         loaded = load_yaml(path, overrides)
         config = validate(RunConfig, loaded)
         run_folder = Path(folder or config.folder or Path("runs") / config.name)
         with locked(run_folder) if launch.rank == 0 else nullcontext():
             if launch.rank == 0:
                 _compare(run_folder, config, str(path))
-            train(config, loaded, run_folder)
+            train(config, loaded, run_folder, stop)
 
 
-def train(config: RunConfig, loaded: LoadedConfig, folder: Path) -> None:
+def train(config: RunConfig, loaded: LoadedConfig, folder: Path, stop: Stop | None = None) -> None:
     """Runs or continues a validated configuration in its folder, and writes the report at the end."""
-    console = Console()
+    console, stop = Console(), stop or Stop()
     engine = config.engine.build()
     check_shares(config, loaded, engine.world_size)
     leads = engine.rank == 0
     writer = MetricsWriter(folder) if leads else None
     with Progress(console, quiet=not leads) as progress:
-        curriculum = Curriculum(config, folder, engine, config.engine.resolve_device(), writer, progress)
+        curriculum = Curriculum(config, folder, engine, config.engine.resolve_device(), writer, progress, stop)
         manifest = curriculum.restore()
         if curriculum.finished:
             progress.note(f"{folder}: this run is finished; nothing is left to train.")

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from rewards.combine import RewardResult
 from uniml_rl.build import StageConfig
 from uniml_rl.data.prompts import DrawnPrompt, PromptStream
 from uniml_rl.data.records import RecordStream
+from uniml_rl.engines import phases
 from uniml_rl.engines.base import Engine, StepReport
 from uniml_rl.experience import Experience, Rollout
 from uniml_rl.given import AuxiliaryLoss, given_rollout
@@ -51,6 +53,14 @@ class IterationReport:
 
     metrics: dict[str, float]
     reward_mean: float  # mean total reward of the valid samples, NaN if there is none
+
+
+@contextmanager
+def phase(name: str, metrics: Metrics) -> Iterator[None]:
+    """Says that a phase of the iteration begins, and takes its time."""
+    phases.enter(name)
+    with metrics.timed(f"time/{name}"):
+        yield
 
 
 def requests_for(prompts: Sequence[DrawnPrompt], group_size: int, first_group: int, key: SampleKey) -> list[Request]:
@@ -101,8 +111,9 @@ class Trainer:
         """One rollout (or draw of records) and its updates; `iteration` counts from 0 within the stage."""
         metrics = Metrics()
         started = time.perf_counter()
+        phases.enter("start of an iteration", self.stage.name, iteration + 1)
         rollout = self._collect(iteration, metrics)
-        with metrics.timed("time/replay"), self.engine.autocast():
+        with phase("replay", metrics), self.engine.autocast():
             trajectory, result = self.objective.as_trained(self.policy, rollout.trajectory, rollout.result)
             cuts = [
                 cut for roots in self._minibatches(trajectory, iteration, 0) for cut in self._plan(trajectory, roots)
@@ -112,9 +123,10 @@ class Trainer:
             experience = self._prepare(trajectory, result, cuts, unlogged := Metrics())
             self._epoch(experience, _BEFORE_TRAINING, epoch, unlogged)
         experience = self._prepare(trajectory, result, cuts, metrics)
-        with metrics.timed("time/update"):
+        with phase("update", metrics):
             for epoch in range(self.stage.algorithm.epochs):
                 self._epoch(experience, iteration, epoch, metrics)
+        phases.enter("end of an iteration")
         self.objective.finish_iteration(self.policy, experience, iteration, self.engine, metrics)
         self._measure(metrics, rollout, iteration, time.perf_counter() - started)
         reduced = metrics.reduce(self.engine)
@@ -125,7 +137,7 @@ class Trainer:
     def _collect(self, iteration: int, metrics: Metrics) -> Rollout:
         if isinstance(self.source, RecordStream):
             key = SampleKey(self.run_seed, self.stage_index, iteration, prompt=0, sample=0)
-            with metrics.timed("time/encode"):
+            with phase("encode", metrics):
                 return given_rollout(self.policy, self.source, self.stage.prompts_per_iteration, self.engine, key)
         rollout = self._rollout(self.source, iteration, 0, self.stage.prompts_per_iteration, metrics)
         return self._top_up(self.source, rollout, iteration, metrics) if self.objective.resampling_rounds else rollout
@@ -172,11 +184,11 @@ class Trainer:
         # A round draws less than a world more than the prompts of an iteration, so no two rounds share a group.
         first_group = resampling_round * (self.stage.prompts_per_iteration + world_size) + rank * prompts // world_size
         requests = requests_for(drawn, self.stage.group_size or 1, first_group, key)
-        with metrics.timed("time/rollout"), self.engine.autocast(), self.policy.using(self.objective.rollout_weights):
+        with phase("rollout", metrics), self.engine.autocast(), self.policy.using(self.objective.rollout_weights):
             trajectory = self.policy.rollout(requests)
-        with metrics.timed("time/decode"), torch.no_grad():
+        with phase("decode", metrics), torch.no_grad():
             samples = self.policy.decode(trajectory)
-        with metrics.timed("time/reward"), torch.no_grad():
+        with phase("reward", metrics), torch.no_grad():
             result = self.rewards.score(samples, trajectory.leaf_prompts(), iteration)
         return Rollout(trajectory, samples, result)
 
@@ -209,7 +221,7 @@ class Trainer:
         self._replay_checked = bool(trained)
 
     def _prepare(self, trajectory: Trajectory, result: RewardResult, cuts: list[Cut], metrics: Metrics) -> Experience:
-        with metrics.timed("time/replay"), self.engine.autocast():
+        with phase("replay", metrics), self.engine.autocast():
             return self.objective.prepare(self.policy, trajectory, result, cuts, self.engine, metrics)
 
     def _epoch(self, experience: Experience, iteration: int, epoch: int, metrics: Metrics) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import typer.main
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from modalities.errors import UserError
 from uniml_rl import __version__, cli
 from uniml_rl.config import load_yaml
+from uniml_rl.engines.endings import StoppedError
 
 INTERFACE = {
     "train": ["CONFIG", "[KEY=VALUE]", "--folder FOLDER", "--verbose/-v"],
@@ -51,8 +53,11 @@ def test_the_command_line_has_exactly_this_shape() -> None:
 
 
 HANDED_OVER = {
-    "train a.yaml x.y=1 --folder out z=2": ("run", "train_from_yaml", (Path("a.yaml"), ["x.y=1", "z=2"], Path("out"))),
-    "train a.yaml": ("run", "train_from_yaml", (Path("a.yaml"), [], None)),
+    "train a.yaml x.y=1 --folder out z=2": (
+        *("run", "train_from_yaml"),
+        (Path("a.yaml"), ["x.y=1", "z=2"], Path("out"), ANY),
+    ),
+    "train a.yaml": ("run", "train_from_yaml", (Path("a.yaml"), [], None, ANY)),
     "check a.yaml x=-1": ("check", "check_from_yaml", (Path("a.yaml"), ["x=-1"])),
     "sample runs/a -p one -p two -n 3 --seed 7 --out o x=1 --policy text": (
         "saved", "sample_from", ("runs/a", ["one", "two"], 3, 7, Path("o"), ["x=1"], "text"),
@@ -132,6 +137,12 @@ def test_an_interruption_says_how_to_go_on_and_exits_with_130(stand_in: Callable
     result = run("train a.yaml")
     assert result.exit_code == 130
     assert "same command continues" in result.stderr and "Traceback" not in result.output
+
+
+def test_a_stopped_run_says_so_in_one_line_and_exits_with_75(stand_in: Callable[..., list[Any]]) -> None:
+    stand_in("run", "train_from_yaml", StoppedError("Stopped by SIGTERM."))
+    result = run("train a.yaml")
+    assert (result.exit_code, result.stderr) == (75, "Stopped by SIGTERM.\n")
 
 
 def test_a_bug_keeps_its_traceback_and_exits_with_1(stand_in: Callable[..., list[Any]]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -91,8 +92,16 @@ def ends(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str
     return [(process.returncode, *each) for process, each in zip(processes, said, strict=True)]
 
 
-def train_command(folder: Path, *overrides: str) -> list[str]:
-    return ["-m", "uniml_rl", "train", str(folder / RUN), "--folder", str(folder / "killed"), *overrides]
+def train_command(folder: Path, *overrides: str, run: str = "killed") -> list[str]:
+    return ["-m", "uniml_rl", "train", str(folder / RUN), "--folder", str(folder / run), *overrides]
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    assert rows_of(folder) == rows_of(other)
+    assert torch.equal(weights_of(folder), weights_of(other))
+    newest = [CheckpointStore(run / "checkpoints", 1).latest() for run in (folder, other)]
+    weights = [load_file(path / "letters.safetensors") for path in newest if path]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +166,39 @@ def test_a_mistake_on_one_rank_and_a_kill_end_all_and_the_run_goes_on_bit_for_bi
     ((code, output, errors),) = ends([start([*launcher, *train_command(folder)], {"DIE_AT": "1 3"})])
     assert code == 0, output + errors
     assert [output.count(f"continuing after {count} iterations") for count in (2, 4)] == [1, 1]
-    assert rows_of(killed) == rows_of(folder / WHOLE)
-    assert torch.equal(weights_of(killed), weights_of(folder / WHOLE))
-    newest = [CheckpointStore(run / "checkpoints", 1).latest() for run in (killed, folder / WHOLE)]
-    weights = [load_file(path / "letters.safetensors") for path in newest if path]
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert_same_run(killed, folder / WHOLE)
+
+
+def test_a_signal_to_one_rank_or_to_the_launcher_saves_on_all_and_the_run_goes_on_bit_for_bit(
+    results: dict[str, Any], folder: Path
+) -> None:
+    stopped = folder / "stopped"
+    (code, _, said), (other_code, _, other_said) = ends(start_pair(train_command(folder, run="stopped"), STOP_AT="1 1"))
+    assert (code, other_code) == (75, 75)
+    assert (said + other_said).count("Stopped by") == 1
+    assert "the same command continues after the 1 iterations that are saved" in said + other_said
+
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ((code, output, errors),) = ends(
+        [start([*launcher, *train_command(folder, run="stopped")], {"STOP_LAUNCHER_AT": "0 2"})]
+    )
+    assert code == 1  # whatever its processes end with
+    assert "continuing after 1 iterations" in output
+    assert "Stopped by SIGTERM; the same command continues after the 2 iterations" in errors
+
+    ((code, _, _), (other_code, _, _)) = ends(start_pair(train_command(folder, run="stopped")))
+    assert (code, other_code) == (0, 0)
+    assert_same_run(stopped, folder / WHOLE)
+
+
+def test_a_time_out_says_where_every_rank_is(folder: Path) -> None:
+    command = train_command(folder, "engine.timeout_seconds=5", run="hanging")
+    (code, _, said), (hanging_code, _, hanging) = ends(start_pair(command, HANG_AT="1 2"))
+    assert (code, hanging_code) == (1, 1)
+    assert "timed out" in said.lower()
+    assert re.search(r"  rank 0: update \(stage first, iteration 2\) for \d+ s\n", said)
+    assert re.search(r"  rank 1: reward \(stage first, iteration 2\) for \d+ s\n", said)
+    assert "it was in reward (stage first, iteration 2), in " in hanging
 
 
 ENGINE = """

@@ -1,4 +1,12 @@
-"""How a run of several ranks ends when one cannot go on. The command line imports it, so it imports nothing heavy."""
+"""How a run ends that cannot go on, and its exit code. The command line imports it, so it imports nothing heavy."""
+
+MISTAKE, INTERRUPTED, REQUEUE = 2, 130, 75
+"""Exit codes: a mistake of the user's, Ctrl-C, and a run that was told to stop and wants to be started again (the
+EX_TEMPFAIL of sysexits.h). A bug and a lost rank are 1."""
+
+
+class StoppedError(Exception):
+    """A signal told the run to stop, and it can be continued."""
 
 
 class LostRankError(Exception):

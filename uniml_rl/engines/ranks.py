@@ -19,7 +19,16 @@ import torch
 import torch.distributed as dist
 
 from modalities.errors import UserError
-from uniml_rl.engines.endings import EndedByAnotherRankError, LostRankError
+from uniml_rl.engines import phases
+from uniml_rl.engines.endings import (
+    INTERRUPTED,
+    MISTAKE,
+    REQUEUE,
+    EndedByAnotherRankError,
+    LostRankError,
+    StoppedError,
+)
+from uniml_rl.engines.phases import Phase
 
 _MEETING = timedelta(minutes=10)
 """How long the first process waits for the last one to start."""
@@ -28,7 +37,9 @@ _PATIENCE = timedelta(days=365)
 _POLL, _GRACE, _FAREWELL = 0.5, 10.0, 5.0
 """Seconds: between two looks for an ending, until a rank that does not notice by itself is ended, and for which rank 0
 stays so that the others can read why."""
-_ENDED, _LEFT = "ended", "left"
+_HEARTBEAT = 5.0
+"""Seconds after which a rank says again where it is, though nothing has changed."""
+_ENDED, _LEFT, _PHASE = "ended", "left", "phase-{}"
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
@@ -109,21 +120,19 @@ def ending_together(launch: Launch) -> Iterator[None]:
     """Whatever ends the block with an exception on one rank ends it on all.
 
     The exception leaves the context on the rank that was first; on the others EndedByAnotherRankError does, also in
-    place of what a wait for that rank raised, and a rank that does not even wait is ended after some seconds. In one
-    process it does nothing.
+    place of what a wait for that rank raised, and a rank that does not even wait is ended after some seconds. A
+    LostRankError says what each rank was doing. In one process it does nothing.
     """
     if launch.world_size == 1:
         yield
         return
-    store, over = _meet(launch), threading.Event()
-    # torchrun keeps the store over its restarts, so what is there already is the ending of an earlier attempt.
-    stale = store.get(_ENDED).decode() if _launcher_keeps_store() and store.check([_ENDED]) else ""
-    watch = threading.Thread(target=_watch, args=(store, stale, launch.rank, over), daemon=True)
+    meeting, over = _Meeting(launch, _meet(launch)), threading.Event()
+    watch = threading.Thread(target=meeting.watch, args=(over,), daemon=True)
     watch.start()
     try:
         yield
     except BaseException as error:
-        raise _first_to_end(store, stale, launch, error) from error
+        raise meeting.first_to_end(error) from error
     finally:
         over.set()
         watch.join()
@@ -148,39 +157,93 @@ def _launcher_keeps_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _first_to_end(store: dist.Store, stale: str, launch: Launch, error: BaseException) -> BaseException:
-    """Says to the other ranks that the run ends. The error itself if no rank was faster."""
-    code = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-    own = json.dumps({"rank": launch.rank, "exit_code": code, "at": time.time()})
-    try:
-        said = store.compare_set(_ENDED, stale, own).decode()
-    except RuntimeError:  # the store died with the process that kept it, so nobody else can say why
-        return error
-    with suppress(RuntimeError):
-        left, until = store.add(_LEFT, 1), time.monotonic() + _FAREWELL
-        keeps_store = launch.rank == 0 and not _launcher_keeps_store()
-        while keeps_store and left < launch.world_size and time.monotonic() < until:
-            time.sleep(0.05)
-            left = store.add(_LEFT, 0)
-    ending = json.loads(said)
-    return error if ending["rank"] == launch.rank else EndedByAnotherRankError(ending["rank"], ending["exit_code"])
+def _exit_code(error: BaseException) -> int:
+    codes = {UserError: MISTAKE, StoppedError: REQUEUE, KeyboardInterrupt: INTERRUPTED}
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
 
 
-def _watch(store: dist.Store, stale: str, rank: int, over: threading.Event) -> None:
-    """Ends this process when another rank has ended the run and this one is where it cannot notice."""
-    said = stale
-    while said == stale and not over.wait(_POLL):
-        try:
-            said = store.get(_ENDED).decode() if store.check([_ENDED]) else stale
-        except RuntimeError:  # the store is gone; the next exchange says what happened
+class _Meeting:
+    """What the ranks tell one another besides their exchanges, in a store: how the run ended, and where each is."""
+
+    def __init__(self, launch: Launch, store: dist.Store) -> None:
+        self.launch, self.store = launch, store
+        # torchrun keeps the store over its restarts, so what is there already is the ending of an earlier attempt.
+        self.stale = store.get(_ENDED).decode() if _launcher_keeps_store() and store.check([_ENDED]) else ""
+        self.seen: dict[int, str] = {}
+        self._said, self._said_at = Phase(), 0.0
+        self._say_phase()
+
+    def watch(self, over: threading.Event) -> None:
+        """Publishes this rank's phase, and ends it when another one has ended the run and it cannot notice."""
+        said = self.stale
+        while said == self.stale and not over.wait(_POLL):
+            try:
+                self._say_phase()
+                if self.launch.rank != 0:
+                    self._read_phase(0)  # while its process lives, which may be the one that keeps the store
+                said = self.store.get(_ENDED).decode() if self.store.check([_ENDED]) else self.stale
+            except RuntimeError:  # the store is gone; the next exchange says what happened
+                return
+        if said == self.stale or over.wait(_GRACE):
             return
-    if said == stale or over.wait(_GRACE):
-        return
-    ending = json.loads(said)
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    print(f"rank {rank} ends, because rank {ending['rank']} did; it was in {_place(frame)}.", file=sys.stderr)
-    sys.stderr.flush()
-    os._exit(ending["exit_code"])
+        ending = json.loads(said)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        print(
+            f"rank {self.launch.rank} ends, because rank {ending['rank']} did; it was in {phases.now()}, in "
+            f"{_place(frame)}.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(ending["exit_code"])
+
+    def first_to_end(self, error: BaseException) -> BaseException:
+        """Says to the other ranks that the run ends. The error itself if no rank was faster."""
+        own = json.dumps({"rank": self.launch.rank, "exit_code": _exit_code(error), "at": time.time()})
+        try:
+            said = self.store.compare_set(_ENDED, self.stale, own).decode()
+        except RuntimeError:  # the store died with the process that kept it, so nobody else can say why
+            return self._with_phases(error)
+        ending = json.loads(said)
+        if ending["rank"] == self.launch.rank:
+            error = self._with_phases(error)
+        else:
+            error = EndedByAnotherRankError(ending["rank"], ending["exit_code"])
+        with suppress(RuntimeError):
+            left, until = self.store.add(_LEFT, 1), time.monotonic() + _FAREWELL
+            keeps_store = self.launch.rank == 0 and not _launcher_keeps_store()
+            while keeps_store and left < self.launch.world_size and time.monotonic() < until:
+                time.sleep(0.05)
+                left = self.store.add(_LEFT, 0)
+        return error
+
+    def _say_phase(self) -> None:
+        if phases.now() is not self._said or time.monotonic() - self._said_at > _HEARTBEAT:
+            self._said, self._said_at = phases.now(), time.monotonic()
+            self.store.set(_PHASE.format(self.launch.rank), f"{time.time()} {self._said.dumps()}")
+
+    def _read_phase(self, rank: int) -> None:
+        if self.store.check([_PHASE.format(rank)]):
+            self.seen[rank] = self.store.get(_PHASE.format(rank)).decode()
+
+    def _with_phases(self, error: BaseException) -> BaseException:
+        if not isinstance(error, LostRankError):
+            return error
+        with suppress(RuntimeError):
+            self._say_phase()
+            for rank in range(self.launch.world_size):
+                self._read_phase(rank)
+        lines = [f"  rank {rank}: {_when(self.seen.get(rank))}" for rank in range(self.launch.world_size)]
+        return LostRankError("\n".join([f"{error} What each rank was doing:", *lines]))
+
+
+def _when(said: str | None) -> str:
+    """A published phase in words, with its age, and that of the news if there should have been newer."""
+    if said is None:
+        return "unknown"
+    at, _, text = said.partition(" ")
+    phase, silent = Phase.loads(text), time.time() - float(at)
+    heard = f", last heard of {silent:.0f} s ago" if silent > 2 * _HEARTBEAT else ""
+    return f"{phase} for {time.time() - phase.since:.0f} s{heard}"
 
 
 def _place(frame: FrameType | None) -> str:
