@@ -56,10 +56,10 @@ class IterationReport:
 
 
 @contextmanager
-def phase(name: str, metrics: Metrics) -> Iterator[None]:
-    """Says that a phase of the iteration begins, and takes its time."""
-    phases.enter(name)
-    with metrics.timed(f"time/{name}"):
+def phase(metric: str, metrics: Metrics) -> Iterator[None]:
+    """A phase of the iteration begins, whose time is `metric` (time/rollout ...)."""
+    phases.enter(metric.removeprefix("time/"))
+    with metrics.timed(metric):
         yield
 
 
@@ -113,7 +113,7 @@ class Trainer:
         started = time.perf_counter()
         phases.enter("start of an iteration", self.stage.name, iteration + 1)
         rollout = self._collect(iteration, metrics)
-        with phase("replay", metrics), self.engine.autocast():
+        with phase("time/replay", metrics), self.engine.autocast():
             trajectory, result = self.objective.as_trained(self.policy, rollout.trajectory, rollout.result)
             cuts = [
                 cut for roots in self._minibatches(trajectory, iteration, 0) for cut in self._plan(trajectory, roots)
@@ -123,7 +123,7 @@ class Trainer:
             experience = self._prepare(trajectory, result, cuts, unlogged := Metrics())
             self._epoch(experience, _BEFORE_TRAINING, epoch, unlogged)
         experience = self._prepare(trajectory, result, cuts, metrics)
-        with phase("update", metrics):
+        with phase("time/update", metrics):
             for epoch in range(self.stage.algorithm.epochs):
                 self._epoch(experience, iteration, epoch, metrics)
         phases.enter("end of an iteration")
@@ -137,7 +137,7 @@ class Trainer:
     def _collect(self, iteration: int, metrics: Metrics) -> Rollout:
         if isinstance(self.source, RecordStream):
             key = SampleKey(self.run_seed, self.stage_index, iteration, prompt=0, sample=0)
-            with phase("encode", metrics):
+            with phase("time/encode", metrics):
                 return given_rollout(self.policy, self.source, self.stage.prompts_per_iteration, self.engine, key)
         rollout = self._rollout(self.source, iteration, 0, self.stage.prompts_per_iteration, metrics)
         return self._top_up(self.source, rollout, iteration, metrics) if self.objective.resampling_rounds else rollout
@@ -184,11 +184,11 @@ class Trainer:
         # A round draws less than a world more than the prompts of an iteration, so no two rounds share a group.
         first_group = resampling_round * (self.stage.prompts_per_iteration + world_size) + rank * prompts // world_size
         requests = requests_for(drawn, self.stage.group_size or 1, first_group, key)
-        with phase("rollout", metrics), self.engine.autocast(), self.policy.using(self.objective.rollout_weights):
+        with phase("time/rollout", metrics), self.engine.autocast(), self.policy.using(self.objective.rollout_weights):
             trajectory = self.policy.rollout(requests)
-        with phase("decode", metrics), torch.no_grad():
+        with phase("time/decode", metrics), torch.no_grad():
             samples = self.policy.decode(trajectory)
-        with phase("reward", metrics), torch.no_grad():
+        with phase("time/reward", metrics), torch.no_grad():
             result = self.rewards.score(samples, trajectory.leaf_prompts(), iteration)
         return Rollout(trajectory, samples, result)
 
@@ -221,7 +221,7 @@ class Trainer:
         self._replay_checked = bool(trained)
 
     def _prepare(self, trajectory: Trajectory, result: RewardResult, cuts: list[Cut], metrics: Metrics) -> Experience:
-        with phase("replay", metrics), self.engine.autocast():
+        with phase("time/replay", metrics), self.engine.autocast():
             return self.objective.prepare(self.policy, trajectory, result, cuts, self.engine, metrics)
 
     def _epoch(self, experience: Experience, iteration: int, epoch: int, metrics: Metrics) -> None:
