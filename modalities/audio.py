@@ -117,9 +117,11 @@ class AudioPolicyConfig(PolicyConfig):
             model=f"{self.model} ({type(model).__name__})",
             sample_kind="audio",
             decisions=[("tokens", "token")],
+            offers=AudioPolicy.offers,
             parameters=sum(count for count, _ in counts),
             trainable_parameters=sum(count for count, is_trained in counts if is_trained),
             bytes_per_parameter=4 if self.dtype == "float32" else 2,
+            feature_size=model.decoder.config.hidden_size,
             sampling=self.sampling,
             rows=[self._row_memory(model.decoder.config)],
         )

@@ -56,6 +56,7 @@ __all__ = [
     "Segment",
     "TokenSegment",
     "Trajectory",
+    "summary_of",
     "with_parent",
 ]
 
@@ -208,17 +209,23 @@ class PolicyConfig(Settings):
 
         Here: builds the policy to count.
         """
-        policy = self.build("inspected", "cpu", 0)
-        parameters = [p for module in policy.trainable_modules().values() for p in module.parameters()]
-        return PolicySummary(
-            type(policy).__name__,
-            policy.sample_kind,
-            policy.decisions(),
-            sum(p.numel() for p in parameters),
-            sum(p.numel() for p in parameters if p.requires_grad),
-            policy.dtype.itemsize,
-            policy.sampling,
-        )
+        return summary_of(self.build("inspected", "cpu", 0))
+
+
+def summary_of(policy: Policy) -> PolicySummary:
+    """What a built policy says of itself; of its parameters those of the modules that are trained."""
+    parameters = [p for module in policy.trainable_modules().values() for p in module.parameters()]
+    return PolicySummary(
+        model=type(policy).__name__,
+        sample_kind=policy.sample_kind,
+        decisions=policy.decisions(),
+        offers=policy.offers,
+        parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        bytes_per_parameter=policy.dtype.itemsize,
+        feature_size=policy.feature_size,
+        sampling=policy.sampling,
+    )
 
 
 class SamplerBackend(Protocol):

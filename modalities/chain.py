@@ -81,13 +81,16 @@ class ChainPolicyConfig(PolicyConfig):
             return first.fit(prompts, samplings[0])
 
         fit([], self.sampling)
+        offers, feature_size = shared_offers(parts)
         return PolicySummary(
             model=f"{first.model} -> {second.model}",
             sample_kind=second.sample_kind,
             decisions=[*first.decisions, *second.decisions],
+            offers=offers,
             parameters=first.parameters + second.parameters,
             trainable_parameters=first.trainable_parameters + second.trainable_parameters,
             bytes_per_parameter=max(first.bytes_per_parameter, second.bytes_per_parameter),
+            feature_size=feature_size,
             sampling=self.sampling,
             fit=fit,
             rows=[*first.rows, *second.rows],
@@ -131,6 +134,15 @@ def check_parts(
             raise UserError(f"parts: {name!r} is a chain itself; a part makes one segment.")
 
 
+def shared_offers(parts: Sequence[Policy | PolicySummary]) -> tuple[frozenset[Need], int]:
+    """What both parts offer, and the width of their features, which one value head can read only if it is the same."""
+    first, second = parts
+    shared = first.offers & second.offers
+    if first.feature_size == second.feature_size:
+        return shared, first.feature_size
+    return shared - {"features"}, 0
+
+
 class ChainPolicy(Policy):
     """Delegates every segment to the part that made it. Rows of the second segment descend from those of the first."""
 
@@ -142,10 +154,7 @@ class ChainPolicy(Policy):
         self.device = second.device
         # The narrower type decides whether log-probs are scored again before an update.
         self.dtype = min((part.dtype for part in self.parts), key=lambda dtype: dtype.itemsize)
-        same_width = first.feature_size == second.feature_size
-        self.feature_size = first.feature_size if same_width else 0
-        shared = first.offers & second.offers
-        self.offers: frozenset[Need] = shared if same_width else shared - {"features"}
+        self.offers, self.feature_size = shared_offers(self.parts)
         # Sets of its own over both parts' modules: one swap, and the parts' own sets stay out of it.
         self.weight_sets = WeightSets(self.trainable_modules())
         self._part_sampling(self.sampling)  # a wrong key is an error now, not at the first rollout

@@ -48,6 +48,7 @@ class DenoisingModel(Policy):
         self.storage_dtype: torch.dtype = getattr(torch, settings.storage_dtype)
         self.pipeline = load_pipeline(folder, self.dtype, settings.trust_remote_code, **self.absent_components())
         self.denoiser: nn.Module = getattr(self.pipeline, self.denoiser_component)
+        self.feature_size = self.feature_size_of(self.denoiser.config)
         self.vae: Any = self.pipeline.vae
         for component in self.pipeline.components.values():
             if isinstance(component, nn.Module):
@@ -100,6 +101,11 @@ class DenoisingModel(Policy):
     @abstractmethod
     def trunk(self) -> nn.Module:
         """The module whose output, averaged over positions, is the row's features."""
+
+    @staticmethod
+    @abstractmethod
+    def feature_size_of(denoiser: Any) -> int:
+        """Channels of the trunk's output, from the denoiser's configuration."""
 
     @staticmethod
     @abstractmethod

@@ -72,6 +72,7 @@ class RewardModelConfig(PolicyConfig):
             model=f"{self.model} ({type(scorer.model).__name__})",
             sample_kind=scorer.kind,
             decisions=[("scores", "token")],
+            offers=RewardModel.offers,
             parameters=sum(parameter.numel() for parameter in parameters),
             trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             bytes_per_parameter=getattr(torch, self.dtype).itemsize,

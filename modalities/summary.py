@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from modalities.samples import Prompt, Sample
-from modalities.segments import LogProbUnit
+from modalities.segments import LogProbUnit, Need
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,14 @@ class PolicySummary:
     sample_kind: Literal["text", "image", "video", "audio"]
     decisions: list[tuple[str, LogProbUnit]]
     """As `Policy.decisions`."""
+    offers: frozenset[Need]
+    """As `Policy.offers`."""
     parameters: int
     trainable_parameters: int
     bytes_per_parameter: int
     """Of the frozen weights; trainable ones are float32."""
+    feature_size: int = 0
+    """As `Policy.feature_size`."""
     sampling: Any = None
     """As `Policy.sampling`."""
     fit: Callable[[Sequence[Prompt], Any], int] = _any_prompts

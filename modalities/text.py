@@ -118,9 +118,11 @@ class TextPolicyConfig(PolicyConfig):
             model=f"{self.model} ({type(model).__name__})",
             sample_kind="text",
             decisions=[("tokens", "token")],
+            offers=TextPolicy.offers,
             parameters=sum(parameter.numel() for parameter in parameters),
             trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             bytes_per_parameter=getattr(torch, self.dtype).itemsize,
+            feature_size=feature_size_of(model),
             sampling=self.sampling,
             fit=reader.fit,
             fit_given=reader.read_given,
@@ -140,6 +142,11 @@ class TextPolicyConfig(PolicyConfig):
             activations=model_activations(config.num_hidden_layers, each, hidden, self.gradient_checkpointing),
             logits=self.logits_chunk * config.vocab_size,
         )
+
+
+def feature_size_of(causal_lm: PreTrainedModel) -> int:
+    """Width of what the model's head reads."""
+    return int(causal_lm.get_output_embeddings().weight.shape[1])
 
 
 class PromptReader:
@@ -250,7 +257,7 @@ class TextPolicy(Policy):
         self.model = CausalTokenModel(causal_lm, config.logits_chunk).eval()
         self.weight_sets = WeightSets(self.trainable_modules())
         self.dtype = getattr(torch, config.dtype)
-        self.feature_size = causal_lm.get_output_embeddings().weight.shape[1]
+        self.feature_size = feature_size_of(causal_lm)
         self.reader = PromptReader(config, tokenizer, causal_lm)
         self.eos_token_ids = self.reader.eos_token_ids
         self.sampler = InProcessSampler(

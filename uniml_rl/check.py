@@ -79,8 +79,7 @@ def _check_stage(config: RunConfig, stage: StageConfig, summaries: Mapping[str, 
     if stage.prompts is None:
         _check_records(stage.records, config.seed, summary, stage.algorithm)
         return
-    for kind, unit in summary.decisions:
-        stage.algorithm.check(group_size=stage.group_size, log_prob_unit=unit, kind=kind)
+    stage.algorithm.check_policy(summary, stage.group_size)
     stream = stage.prompts.build(config.seed)
     _check_rewards(stage.rewards, summaries, summary, stream, stage.algorithm.follows_gradient)
     summary.fit(_longest(stage.prompts, stream), summary.sampling)
@@ -114,8 +113,7 @@ def _check_records(block: Any, seed: int, summary: PolicySummary, algorithm: Alg
     records = block.build(seed)
     records.check_kind(summary.sample_kind)
     samples = min(len(record.samples) for record in records.first(FIRST_RECORDS))
-    for kind, unit in summary.decisions:
-        algorithm.check(group_size=samples, log_prob_unit=unit, kind=kind)
+    algorithm.check_policy(summary, samples)
     algorithm.check_labels(records.labels)
     if records.kind == "text":
         longest = [(record.prompt, text) for record in records.longest(LONGEST_RECORDS) for text in record.samples]

@@ -274,17 +274,8 @@ class Curriculum:
         policy = self._policy(config.policy)
         critic = self._critic(config, policy)
         source, rewards = self._source(config), self._rewards(config, index)
-        group_size = config.group_size
-        if isinstance(source, RecordStream):
-            source.check_kind(policy.sample_kind)
-            group_size = len(source.first(1)[0].samples)
-        else:
-            rewards.check(policy.sample_kind, source.first(8))
-        for segment_kind, unit in policy.decisions():
-            config.algorithm.check(group_size=group_size, log_prob_unit=unit, kind=segment_kind)
         objective = build_objective(config.algorithm, critic, rewards.own)
-        objective.check_policy(policy)
-        auxiliary = self._auxiliary(config, policy)
+        auxiliary = self._auxiliary(config)
         optimizers = {config.policy: (policy.trainable_modules(), config.optimizer)}
         if critic is not None and config.critic is not None:
             optimizers[CRITIC] = (critic.trainable_modules(), config.critic.optimizer)
@@ -320,11 +311,6 @@ class Curriculum:
         trunk = None
         if config.critic.source == "model":
             trunk = build_policy(self.config, config.policy, self.device)
-        if "features" not in (trunk or policy).offers:
-            raise UserError(
-                f"stage {config.name!r}: policy {config.policy!r} gives no features for a critic to read; choose an "
-                "algorithm without a `value` part."
-            )
         head = ValueHead((trunk or policy).feature_size, config.critic.hidden_size, self.config.seed)
         return Critic(head.to(self.device), trunk, config.critic.trunk_gradient)
 
@@ -344,14 +330,11 @@ class Curriculum:
         streams = [stage.prompts.build(self.config.seed) for stage in earlier if stage.prompts is not None]
         return MixedPromptStream([own, *streams], [1 - sum(shares), *shares])
 
-    def _auxiliary(self, config: StageConfig, policy: Policy) -> AuxiliaryLoss | None:
+    def _auxiliary(self, config: StageConfig) -> AuxiliaryLoss | None:
         if config.auxiliary is None:
             return None
         records: RecordStream = config.auxiliary.records.build(self.config.seed)
-        records.check_kind(policy.sample_kind)
-        loss = AuxiliaryLoss(config.auxiliary, records, config.micro_batch)
-        loss.objective.check_policy(policy)
-        return loss
+        return AuxiliaryLoss(config.auxiliary, records, config.micro_batch)
 
     def _rewards(self, config: StageConfig, index: int) -> StageRewards:
         sources = [config, *(self.config.stages[self._stage_index(r.stage)] for r in config.rehearsal)]

@@ -31,11 +31,6 @@ class StageRewards:
         """The stage's own rewards; None if it learns from records."""
         return self.sets[0] if self.sets else None
 
-    def check(self, kind: str, prompts: Sequence[Prompt]) -> None:
-        """Raises UserError if a reward does not fit the samples or the prompts."""
-        for place, rewards in enumerate(self.sets):
-            rewards.check(kind, () if place else prompts)
-
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt], iteration: int) -> RewardResult:
         """The scores in the order of the samples; a rehearsed sample is NaN in the rewards of the other stages.
 

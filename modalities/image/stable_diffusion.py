@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -50,9 +50,9 @@ class StableDiffusionPolicy(LatentImagePolicy):
         )[0]
         return output
 
-    @property
-    def feature_size(self) -> int:  # type: ignore[override]
-        return int(cast(Any, self.denoiser).config.block_out_channels[-1])
+    @staticmethod
+    def feature_size_of(denoiser: Any) -> int:
+        return int(denoiser.block_out_channels[-1])
 
     def trunk(self) -> nn.Module:
         return self.denoiser.mid_block  # type: ignore[return-value]

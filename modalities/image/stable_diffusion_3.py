@@ -52,9 +52,9 @@ class StableDiffusion3Policy(LatentImagePolicy):
         )[0]
         return output
 
-    @property
-    def feature_size(self) -> int:  # type: ignore[override]
-        return int(self.denoiser.inner_dim)  # type: ignore[arg-type]
+    @staticmethod
+    def feature_size_of(denoiser: Any) -> int:
+        return int(denoiser.num_attention_heads * denoiser.attention_head_dim)
 
     def trunk(self) -> nn.Module:
         return self.denoiser.norm_out  # type: ignore[return-value]

@@ -37,10 +37,9 @@ class WanPolicy(DenoisingPolicy):
         if (index.get("transformer_2") or [None])[0] is not None or index.get("expand_timesteps"):
             raise UserError(f"model: {str(folder)!r} is a Wan 2.2 pipeline; only the one-stage Wan 2.1 is supported.")
 
-    @property
-    def feature_size(self) -> int:  # type: ignore[override]
-        config: Any = self.denoiser.config
-        return int(config.num_attention_heads * config.attention_head_dim)
+    @staticmethod
+    def feature_size_of(denoiser: Any) -> int:
+        return int(denoiser.num_attention_heads * denoiser.attention_head_dim)
 
     def trunk(self) -> nn.Module:
         return cast(nn.Module, self.denoiser.norm_out)

@@ -12,7 +12,7 @@ from contracts.catalog import POLICY
 from torch import Tensor
 from torch.nn.functional import pad
 
-from modalities.base import Need, Policy, Request, Segment, TokenSegment, Trajectory
+from modalities.base import Need, Policy, Request, Segment, TokenSegment, Trajectory, summary_of
 from modalities.critic import Critic, ValueHead
 from modalities.randomness import SampleKey, seeded_generator
 from modalities.samples import Prompt, Sample
@@ -75,11 +75,8 @@ def make_critic(policy: Policy) -> Critic:
 def objective_for(policy: Policy, algorithm: dict[str, Any]) -> Objective:
     """The objective of an `algorithm` block; UserError if it does not fit the policy."""
     settings = resolve_algorithm(algorithm)
-    for kind, unit in policy.decisions():
-        settings.check(GROUP_SIZE, unit, kind)
-    objective = build_objective(settings, make_critic(policy) if settings.needs_critic else None, None)
-    objective.check_policy(policy)
-    return objective
+    settings.check_policy(summary_of(policy), GROUP_SIZE)
+    return build_objective(settings, make_critic(policy) if settings.needs_critic else None, None)
 
 
 def first_update(

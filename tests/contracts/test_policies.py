@@ -31,6 +31,7 @@ from modalities.base import (
     Segment,
     TokenSegment,
     Trajectory,
+    summary_of,
 )
 from modalities.errors import UserError
 from modalities.forward_process import ForwardProcessSettings
@@ -38,7 +39,7 @@ from modalities.randomness import SampleKey
 from modalities.samples import Audio, Prompt, Sample, Text
 from modalities.trajectories import concatenate, load_trajectory, select, trajectory_state
 from uniml_rl.algorithms.presets import resolve_algorithm
-from uniml_rl.build import RunConfig, build_policy
+from uniml_rl.build import RunConfig, build_policy, inspect_policy
 from uniml_rl.export import export_policy
 from uniml_rl.saved import SavedRun
 
@@ -94,6 +95,13 @@ every_combination = pytest.mark.parametrize(("policy", "algorithm", "engine"), C
 def test_nothing_of_the_catalogue_is_left_out() -> None:
     policies, algorithms, engines = (set(names) for names in zip(*COMBINATIONS, strict=True))
     assert (policies, algorithms, engines) == (set(POLICIES), set(ALGORITHMS), set(ENGINES))
+
+
+@every_policy
+def test_what_is_said_of_a_policy_without_its_weights_is_true(case: Case) -> None:
+    summary, built = inspect_policy(case.config, POLICY), summary_of(case.policy)
+    for name in ("sample_kind", "decisions", "offers", "feature_size", "sampling"):
+        assert getattr(summary, name) == getattr(built, name), name
 
 
 @every_combination

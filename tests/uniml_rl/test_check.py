@@ -18,11 +18,12 @@ from tiny_models_clip import tiny_clip
 from tiny_models_diffusion import tiny_stable_diffusion, tiny_stable_diffusion_3, tiny_wan
 from tiny_models_text import tiny_gpt2, tiny_qwen
 from toy_policy import ToyPolicy
-from toy_runs import held_out, stage, write_run
+from toy_runs import TOY, held_out, stage, write_run
 from transformers import AutoModelForCausalLM
 
 from modalities.errors import UserError
 from uniml_rl.check import check_from_yaml
+from uniml_rl.run import train_from_yaml
 from uniml_rl.trainer import Trainer
 from uniml_rl.until import UntilSettings
 
@@ -347,6 +348,47 @@ def test_fewer_held_out_prompts_than_asked_for_are_said_with_both_numbers(tmp_pa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_from_yaml(config, ["stages.only.evaluation.count=5"])
+
+
+NOT_OFFERED: dict[str, tuple[dict[str, Any], str]] = {
+    "entropy": ({"algorithm": {"name": "grpo", "entropy_coefficient": 0.1}}, "entropy_coefficient: reads entropy"),
+    "a critic": ({"algorithm": "ppo", "critic": {}}, "value, the critic: reads features"),
+    "a critic of its own": ({"algorithm": "ppo", "critic": {"source": "model"}}, "value, the critic: reads features"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_OFFERED)
+def test_a_part_that_reads_what_the_policy_does_not_offer_is_found(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `check` and by the start of `train`, with the stage's place and before its policy is built."""
+    keys, message = NOT_OFFERED[case]
+    config = write_run(tmp_path, stage(tmp_path, "fine"), stage(tmp_path, "wrong", **keys))
+    check_from_yaml(config)
+    monkeypatch.setattr(ToyPolicy, "offers", frozenset({"log_prob"}))
+    message = rf"run\.yaml:\d+: stages\.wrong: algorithm\.{message}.* \(ToyPolicy\) gives only log_prob"
+    with pytest.raises(UserError, match=message):
+        check_from_yaml(config)
+    with pytest.raises(UserError, match=message):
+        train_from_yaml(config, [], tmp_path / "run")
+
+
+def test_a_part_that_a_chain_does_not_offer_is_found(tmp_path: Path, model_of: Callable[[str, Path], Path]) -> None:
+    """The widths of its parts' features differ, and no algorithm of whole samples trains two models at once."""
+    block = {"type": "text", "model": str(model_of("qwen", tmp_path)), "sampling": {"max_new_tokens": 4}}
+    chain = {"type": "chain", "parts": ["one", "two"]}
+    for two, keys, message in (
+        (block, {"algorithm": "ppo", "critic": {}}, None),
+        (TOY, {"algorithm": "ppo", "critic": {}}, r"stages\.only: algorithm\.value, the critic: reads features"),
+        (block, {"algorithm": "kto"}, r"stages\.only: algorithm 'kto' learns from samples that one model makes"),
+    ):
+        run = stage(tmp_path, policy="both", prompts=letters(tmp_path), **keys)
+        config = write_run(tmp_path, run, policies={"one": block, "two": two, "both": chain})
+        if message is None:
+            check_from_yaml(config)
+            continue
+        with pytest.raises(UserError, match=message):
+            check_from_yaml(config)
 
 
 def test_overrides_are_checked_too(tmp_path: Path) -> None:

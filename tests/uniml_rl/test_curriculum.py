@@ -354,13 +354,6 @@ def test_names_that_would_take_each_others_place_are_refused(tmp_path: Path) -> 
             load_run(write_run(tmp_path, stage(tmp_path, policy=name)))
 
 
-def test_an_entropy_bonus_without_entropies_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ToyPolicy, "offers", frozenset({"log_prob"}))
-    config = write_run(tmp_path, stage(tmp_path, algorithm={"name": "grpo", "entropy_coefficient": 0.1}))
-    with pytest.raises(UserError, match="needs entropy of every decision, but policy 'letters'"):
-        train_from_yaml(config, [], tmp_path / "run")
-
-
 def test_judges_that_keep_processes_are_closed_with_their_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

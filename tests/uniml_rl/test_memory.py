@@ -32,7 +32,7 @@ def bytes_of(tensors: Any) -> int:
 
 def summary(trained: torch.nn.Module, frozen: torch.nn.Module, *rows: RowMemory) -> PolicySummary:
     counts = [sum(p.numel() for p in module.parameters()) for module in (trained, frozen)]
-    return PolicySummary("m", "text", [("tokens", "token")], sum(counts), counts[0], 2, rows=list(rows))
+    return PolicySummary("m", "text", [("tokens", "token")], frozenset(), sum(counts), counts[0], 2, rows=list(rows))
 
 
 def test_weights_gradients_moments_and_copies_are_the_bytes_of_real_ones(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from toy_policy import LENGTH, LETTERS, ToyPolicy
+from toy_policy import LENGTH, LETTERS
 from toy_runs import on_ranks
 from toy_world import (
     ROWS,
@@ -175,22 +175,6 @@ def test_while_the_critic_warms_up_the_policy_has_no_gradient_through_its_featur
         _, (policy, critic) = accumulated(objective, world, experience, everything, 4, parameters, iteration)
         assert policy.any() == trains
         assert critic.any()
-
-
-def test_an_objective_refuses_a_policy_that_does_not_offer_what_it_reads() -> None:
-    policy = ToyPolicy("letters")
-    for block, missing in (
-        ({"name": "grpo"}, None),
-        ({"name": "grpo", "entropy_coefficient": 0.1}, "needs entropy"),
-        ({"name": "flow_grpo"}, "needs mean, std"),
-    ):
-        policy.offers = frozenset({"log_prob"})
-        objective = PolicyGradientObjective(resolve_algorithm(block), None)
-        if missing is None:
-            objective.check_policy(policy)
-            continue
-        with pytest.raises(UserError, match=missing):
-            objective.check_policy(policy)
 
 
 def test_what_lives_from_one_iteration_to_the_next_is_restored() -> None:

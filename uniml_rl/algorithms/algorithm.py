@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from modalities.base import LogProbUnit
+from modalities.base import LogProbUnit, PolicySummary
 from modalities.errors import UserError
 from modalities.settings import Settings
 
@@ -26,6 +26,9 @@ class AlgorithmSettings(Settings):
 
     follows_gradient: ClassVar[bool] = False
     """Whether a reward's own gradient is followed, so that every reward with a weight must have one."""
+
+    learns_from_whole_samples: ClassVar[bool] = True
+    """Whether it takes a sample as the work of one model, so that a chain of several has no part in it."""
 
     name: str
     """The preset."""
@@ -64,6 +67,17 @@ class AlgorithmSettings(Settings):
                 f"{'a record holds' if of_records else 'the group size is'} {group_size}: nothing could be learned. "
                 + ("Use records of `type: preferences`" if of_records else "Use at least 2")
                 + (", or advantage.type: batch or running_prompt." if hasattr(self, "advantage") else ".")
+            )
+
+    def check_policy(self, policy: PolicySummary, group_size: int | None = None) -> None:
+        """Raises UserError where the algorithm does not fit the group size (see `check`), or what the policy decides,
+        offers and is sampled with."""
+        for kind, unit in policy.decisions:
+            self.check(group_size, unit, kind)
+        if self.learns_from_whole_samples and len(policy.decisions) != 1:
+            raise UserError(
+                f"algorithm {self.name!r} learns from samples that one model makes by itself; this policy "
+                f"({policy.model}) makes them in {len(policy.decisions)} segments. Train its parts."
             )
 
     def check_labels(self, labels: Set[float]) -> None:

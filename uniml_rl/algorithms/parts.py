@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from modalities.base import Policy
+from modalities.base import Need, Policy
 from modalities.errors import UserError
 from modalities.settings import Settings
 from uniml_rl.algorithms.advantages import overlong_penalty
@@ -72,6 +72,12 @@ class MovingAverageReference(Settings):
 ReferenceSettings = Annotated[FixedReference | RefreshedReference | MovingAverageReference, Field(discriminator="type")]
 
 
+_KL_NEEDS: dict[str, frozenset[Need]] = {
+    "gaussian": frozenset({"mean", "std"}),
+    "prediction_mse": frozenset({"prediction"}),
+}
+
+
 class KLSettings(Settings):
     """The pull back to the reference policy."""
 
@@ -106,6 +112,11 @@ class KLSettings(Settings):
                     f"{self.estimator!r} does not compute them for the reference. Use k2 or k3, or adaptive: null."
                 )
         return self
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the divergence is made of besides log-probs. Those of the reference are computed once per rollout."""
+        return _KL_NEEDS.get(self.estimator, frozenset())
 
     def controller(self) -> KLController:
         """The controller of the coefficient."""

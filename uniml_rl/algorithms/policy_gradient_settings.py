@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 
-from modalities.base import LogProbUnit
+from modalities.base import LogProbUnit, Need, Policy, PolicySummary
 from modalities.errors import UserError
 from uniml_rl.algorithms.advantage_settings import AdvantageSettings, GroupAdvantage
 from uniml_rl.algorithms.algorithm import AlgorithmSettings
@@ -27,6 +27,8 @@ from uniml_rl.algorithms.token_surrogates import DRPO, PPOClip
 
 class PolicyGradientSettings(AlgorithmSettings):
     """A row of parts: advantage x ratio x surrogate x KL x aggregation."""
+
+    learns_from_whole_samples: ClassVar[bool] = False
 
     objective: Literal["policy_gradient"] = "policy_gradient"
     """How rewards become a gradient; it comes with the name."""
@@ -154,6 +156,26 @@ class PolicyGradientSettings(AlgorithmSettings):
                 "none. Use k1, k2 or k3."
             )
 
+    def check_policy(self, policy: PolicySummary, group_size: int | None = None) -> None:
+        super().check_policy(policy, group_size)
+        parts: dict[str, frozenset[Need]] = {
+            f"surrogate.type: {self.surrogate.type}": self.surrogate.needs,
+            f"kl.estimator: {self.kl and self.kl.estimator}": self.kl.needs if self.kl else frozenset(),
+            "entropy_coefficient": frozenset({"entropy"} if self.entropy_coefficient else ()),
+            "value, the critic": frozenset({"features"} if self.needs_critic else ()),
+        }
+        for part, needs in parts.items():
+            if missing := needs - policy.offers:
+                raise UserError(
+                    f"algorithm.{part}: reads {', '.join(sorted(missing))} of every decision, and this policy "
+                    f"({policy.model}) gives only {', '.join(sorted(policy.offers))}. Leave this part out."
+                )
+        if self.overlong is not None and self.overlong.maximum is None and not limit_of(policy):
+            raise UserError(
+                f"algorithm.overlong.maximum: this policy ({policy.model}) has no sampling.max_new_tokens to take it "
+                "from; give the length from which the whole factor is taken."
+            )
+
     def _check_sampler(self, unit: LogProbUnit | None) -> None:
         """Raises UserError if the sampler's log-probs do not exist, or are not what the KL is made of."""
         if unit == "none":
@@ -168,6 +190,11 @@ class PolicyGradientSettings(AlgorithmSettings):
                 "sampling.sampler are not: they lack the factor 1 / (2 s^2), which differs from step to step, so their "
                 "balance would too. Use sampling.sampler.log_prob: gaussian, or estimator: prediction_mse."
             )
+
+
+def limit_of(policy: Policy | PolicySummary) -> int:
+    """The most tokens that a sample has, 0 where the policy's sampling sets no such limit."""
+    return getattr(policy.sampling, "max_new_tokens", 0)
 
 
 _REPLAY_TOLERANCES: dict[LogProbUnit, dict[torch.dtype, float]] = {

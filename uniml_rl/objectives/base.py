@@ -37,10 +37,6 @@ class Objective(ABC):
         """The objective of its `settings`; `rewards` are the stage's own, None if it learns from records."""
         return cls(settings)  # type: ignore[call-arg]
 
-    @abstractmethod
-    def check_policy(self, policy: Policy) -> None:
-        """Raises UserError if the objective wants something of a policy that it does not offer."""
-
     def start(self, policy: Policy) -> None:
         """At the start of a stage: keeps the weight sets that the objective compares with."""
         if self.needs_reference:

@@ -15,11 +15,6 @@ from uniml_rl.engines.base import Engine
 from uniml_rl.experience import Experience, SegmentExperience, ancestors, put
 from uniml_rl.monitor.metrics import Metrics
 
-_NEEDS: dict[str, frozenset[Need]] = {
-    "gaussian": frozenset({"mean", "std"}),
-    "prediction_mse": frozenset({"prediction"}),
-}
-
 
 @torch.no_grad()
 def log_probs_under(policy: Policy, weights: str, trajectory: Trajectory, index: int, cuts: list[Cut]) -> Tensor:
@@ -42,7 +37,7 @@ class Divergence:
     @property
     def needs(self) -> frozenset[Need]:
         """What the loss term reads of a replay besides log-probs."""
-        return _NEEDS.get(self.settings.estimator, frozenset())
+        return self.settings.needs
 
     @property
     def from_log_probs(self) -> bool:

@@ -30,7 +30,7 @@ class ForwardProcessObjective(LikelihoodObjective):
     """
 
     def __init__(self, settings: ForwardProcessAlgorithmSettings) -> None:
-        super().__init__(settings.name, settings.forward)
+        super().__init__(settings.forward)
         self.settings = settings
         self.credit = CreditAssignment(settings.advantage)
         self.divergence = Divergence(settings.kl) if settings.kl else None

@@ -29,7 +29,7 @@ class KTOObjective(LikelihoodObjective):
     needs_reference = True
 
     def __init__(self, settings: KTOSettings) -> None:
-        super().__init__(settings.name, settings.forward)
+        super().__init__(settings.forward)
         self.settings = settings
 
     def prepare(

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from modalities.base import Cut, Policy, Segment, Trajectory
-from modalities.errors import UserError
 from modalities.forward_process import ForwardProcessSettings
 from rewards.combine import RewardResult
 from uniml_rl.algorithms.preference import sample_scores
@@ -20,16 +19,8 @@ from uniml_rl.objectives.divergence import log_probs_under
 class LikelihoodObjective(Objective):
     """Learns from whole samples: given ones, or rollouts taken as such."""
 
-    def __init__(self, name: str, forward: ForwardProcessSettings) -> None:
-        self.name = name
+    def __init__(self, forward: ForwardProcessSettings) -> None:
         self.forward = forward
-
-    def check_policy(self, policy: Policy) -> None:
-        if len(policy.decisions()) != 1:
-            raise UserError(
-                f"algorithm {self.name!r} scores samples that one model makes in one go; policy {policy.name!r} "
-                f"({type(policy).__name__}) makes them in {len(policy.decisions())} segments. Train its parts."
-            )
 
     def as_trained(
         self, policy: Policy, trajectory: Trajectory, result: RewardResult

@@ -15,7 +15,7 @@ from modalities.trajectories import select
 from rewards.combine import RewardResult, RewardSet
 from uniml_rl.algorithms.advantages import groups_with_signal
 from uniml_rl.algorithms.aggregation import aggregate
-from uniml_rl.algorithms.policy_gradient_settings import PolicyGradientSettings, replay_tolerance
+from uniml_rl.algorithms.policy_gradient_settings import PolicyGradientSettings, limit_of, replay_tolerance
 from uniml_rl.algorithms.surrogate import SurrogateInputs, log_ratio, sequence_log_ratio
 from uniml_rl.algorithms.value import clipped_value_loss
 from uniml_rl.engines.base import PRECISIONS, Engine
@@ -59,27 +59,6 @@ class PolicyGradientObjective(Objective):
     @classmethod
     def build(cls, settings: Any, critic: Critic | None, rewards: RewardSet | None) -> PolicyGradientObjective:
         return cls(settings, critic)
-
-    def check_policy(self, policy: Policy) -> None:
-        wanted = self._loss_needs(policy) | ({"entropy"} if self.settings.entropy_coefficient else set())
-        missing = wanted - policy.offers
-        if missing:
-            raise UserError(
-                f"algorithm {self.settings.name!r} needs {', '.join(sorted(missing))} of every decision, but policy "
-                f"{policy.name!r} ({type(policy).__name__}) offers {', '.join(sorted(policy.offers))}. Leave out the "
-                "part that needs it: `value` (features), `entropy_coefficient`, `kl.estimator` (mean, std, prediction)."
-            )
-        self._overlong_limit(policy)
-
-    def _overlong_limit(self, policy: Policy) -> int:
-        """The sampling limit, where the punishment of long samples needs it."""
-        overlong, limit = self.settings.overlong, getattr(policy.sampling, "max_new_tokens", 0)
-        if overlong is not None and overlong.maximum is None and not limit:
-            raise UserError(
-                f"algorithm.overlong.maximum: policy {policy.name!r} ({type(policy).__name__}) has no max_new_tokens "
-                "to take it from; give the length from which the whole factor is taken."
-            )
-        return int(limit)
 
     # -- once per rollout ------------------------------------------------------------------------------------------
 
@@ -138,7 +117,7 @@ class PolicyGradientObjective(Objective):
         if self.settings.overlong is not None:
             last = trajectory.segments[-1]
             lengths = (last.length_mask & ~last.context_mask).sum(1)
-            penalties = self.settings.overlong.penalty(lengths, self._overlong_limit(policy))
+            penalties = self.settings.overlong.penalty(lengths, limit_of(policy))
             metrics.mean("reward/overlong_penalty", penalties, mask=result.valid)
             totals = totals - penalties
         for index, (segment, experience) in enumerate(zip(trajectory.segments, segments, strict=True)):

@@ -43,7 +43,7 @@ class PreferenceObjective(LikelihoodObjective):
     keeps_groups = True
 
     def __init__(self, settings: PreferenceSettings) -> None:
-        super().__init__(settings.name, settings.forward)
+        super().__init__(settings.forward)
         self.settings = settings
         self.needs_reference = not settings.reference_free
 

@@ -41,14 +41,6 @@ class RewardGradientObjective(Objective):
             raise UserError(f"algorithm {settings.name!r} needs rewards.")
         return cls(settings, rewards)
 
-    def check_policy(self, policy: Policy) -> None:
-        if len(policy.decisions()) != 1:
-            raise UserError(
-                f"algorithm {self.settings.name!r} sends a gradient through one denoising model; policy "
-                f"{policy.name!r} is a chain of {len(policy.decisions())} segments. Train its parts."
-            )
-        self.rewards.check_differentiable()
-
     def plan(self, policy: Policy, trajectory: Trajectory, roots: Tensor, budget: int) -> list[Cut]:
         """Rows alone: every cut holds all their steps."""
         return [Cut(0, rows, slice(0, trajectory.segments[0].num_steps)) for rows in roots.split(budget) if len(rows)]

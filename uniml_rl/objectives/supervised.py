@@ -23,7 +23,7 @@ class SupervisedObjective(LikelihoodObjective):
     """
 
     def __init__(self, settings: SupervisedSettings) -> None:
-        super().__init__(settings.name, settings.forward)
+        super().__init__(settings.forward)
         self.settings = settings
         self.keeps_groups = settings.aggregation.mode == "prompt_mean"
 

@@ -92,6 +92,10 @@ class AffinePolicy(DenoisingPolicy):
         return tuple(self.shape)
 
     @staticmethod
+    def feature_size_of(denoiser: Any) -> int:
+        raise NotImplementedError  # there are no configurations to read it from
+
+    @staticmethod
     def latent_shape_of(sampling: DenoisingSampling, denoiser: Any, vae: Any) -> tuple[int, ...]:
         raise NotImplementedError  # there are no configurations to read it from
 

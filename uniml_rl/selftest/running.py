@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from modalities.base import Policy
+from modalities.base import Policy, summary_of
 from modalities.critic import Critic, ValueHead
 from modalities.samples import Prompt
 from rewards.base import Reward, RewardConfig
@@ -89,15 +89,13 @@ def make_trainer(
     )
     config = StageConfig.model_validate({**defaults, **source_keys, **stage})
     group_size = len(records[0].samples) if data else config.group_size
-    for kind, unit in policy.decisions():
-        config.algorithm.check(group_size, unit, kind)
+    config.algorithm.check_policy(summary_of(policy), group_size)
     critic, optimizers = None, {POLICY: (policy.trainable_modules(), config.optimizer)}
     if config.critic is not None:
         critic = Critic(ValueHead(policy.feature_size, config.critic.hidden_size, seed), None, False)
         optimizers[CRITIC] = (critic.trainable_modules(), config.critic.optimizer)
     rewards = RewardSet({"known": (RewardConfig(micro_batch_size=_ROWS_AT_ONCE), problem.reward)})
     objective = build_objective(config.algorithm, critic, rewards)
-    objective.check_policy(policy)
     engine = TorchEngine("cpu")
     engine.attach(optimizers)
     objective.start(policy)
