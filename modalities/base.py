@@ -200,6 +200,13 @@ class PolicyConfig(Settings):
     sampling: Any = None
     """How rollouts are sampled; evaluation replaces keys of it."""
 
+    def settled(self, device: str, precision: torch.dtype) -> PolicyConfig:
+        """This block with what it leaves open (`auto`) chosen for a device and the type of the engine's forward passes.
+
+        Raises UserError for a choice of the user's that cannot run there. Here nothing is open.
+        """
+        return self
+
     def build(self, name: str, device: str, seed: int) -> Policy:
         """The policy, its models on `device`, fresh adapters initialised from `seed`."""
         raise NotImplementedError

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from modalities.attention import set_denoiser_attention
 from modalities.base import Policy
 from modalities.denoising_settings import DenoisingSampling, DenoisingSettings
 from modalities.guidance import Condition, guided_prediction, mean_over_positions, outputs_of
@@ -36,6 +37,8 @@ class DenoisingModel(Policy):
 
     denoiser_component: ClassVar[str]
     process_type: ClassVar[type[NoiseProcess]]
+    attention_kernels: ClassVar[tuple[str, ...]] = ("xformers",)
+    """What diffusers offers for this denoiser beside scaled_dot_product_attention, the fastest first."""
     reads_max_sequence_length: ClassVar[bool] = False
     """Whether the text encoder's length can be chosen."""
     settings: DenoisingSettings
@@ -58,6 +61,7 @@ class DenoisingModel(Policy):
             self.vae.enable_tiling()
         self.make_trainable(self.denoiser, settings.lora, seed)
         self.denoiser.to(self.device)
+        set_denoiser_attention(self.denoiser, settings.attention)
         if settings.gradient_checkpointing:
             self.denoiser.enable_gradient_checkpointing()  # type: ignore[operator]
         self.weight_sets = WeightSets(self.trainable_modules())

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 
+from modalities.attention import choose_attention
 from modalities.base import PolicyConfig
 from modalities.errors import UserError
 from modalities.lora import LoraSettings, require_float32_when_trained
@@ -183,6 +184,11 @@ class DenoisingSettings(PolicyConfig):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the text encoders and of the denoiser under an adapter. Trainable weights, latents and the decoder are
     always float32, so full fine-tuning takes no other; computing in bfloat16 is the engine's `precision`."""
+    attention: Literal["auto", "sdpa", "flash_attention_2", "xformers"] = "auto"
+    """Attention kernel of the denoiser. `auto` is, on a GPU, flash-attn or else xformers where they are installed and
+    the denoiser takes them, and otherwise PyTorch's scaled_dot_product_attention. The two want queries, keys and values
+    of one type, which autocast over a float32 `dtype` does not always give: there `auto` takes neither. `check` prints
+    which one it is."""
     lora: LoraSettings | None = None
     """Train a low-rank adapter on the denoiser; None trains all of its weights."""
     trust_remote_code: bool = False
@@ -222,6 +228,17 @@ class DenoisingSettings(PolicyConfig):
         family.check_folder(folder)
         return family, folder
 
+    def settled(self, device: str, precision: torch.dtype) -> DenoisingSettings:
+        """See `PolicyConfig.settled`: the attention kernel."""
+        family, _ = self._family()
+        weights = getattr(torch, self.dtype)
+        is_half = {precision, weights} != {torch.float32}
+        # Autocast computes norms of queries and keys in float32 over a float32 denoiser, and values in its own type.
+        is_mixed = is_half and weights == torch.float32
+        offered = () if is_mixed and self.attention == "auto" else family.attention_kernels
+        kernel = choose_attention(self.attention, offered, device, is_half)
+        return self.model_copy(update={"attention": kernel})
+
     def build(self, name: str, device: str, seed: int) -> DenoisingPolicy:
         """The policy; the class that the folder's model_index.json names chooses its family. UserError if none fits."""
         family, folder = self._family()
@@ -256,6 +273,7 @@ class DenoisingSettings(PolicyConfig):
             bytes_per_parameter=4 if self.dtype == "float32" else 2,
             feature_size=family.feature_size_of(denoiser.config),
             sampling=self.sampling,
+            attention=self.attention,
             fit=fit,
             rows=[self._row_memory(family.activations(denoiser.config, shape, self), schedule)],
         )

@@ -68,6 +68,8 @@ class PolicySummary:
     """As `Policy.feature_size`."""
     sampling: Any = None
     """As `Policy.sampling`."""
+    attention: str = ""
+    """The attention kernel; empty where it is not known."""
     fit: Callable[[Sequence[Prompt], Any], int] = _any_prompts
     """`fit(prompts, sampling)` raises UserError if the policy cannot sample from one of the prompts with these
     settings. It returns the tokens of the longest prompt, 0 where prompts take no room in the sample's sequence."""

@@ -9,8 +9,16 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from modalities.attention import choose_attention
 from modalities.base import (
     Cut,
     LogProbUnit,
@@ -61,7 +69,8 @@ class TextPolicyConfig(PolicyConfig):
     """Type of the frozen weights under an adapter. Trainable weights are always float32, so full fine-tuning takes no
     other; computing in bfloat16 is the engine's `precision`."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernel; `auto` is the model's own choice, `flash_attention_2` needs the package flash-attn."""
+    """Attention kernel. `auto` is flash-attn where it is installed, on a GPU in half precision, and otherwise the
+    model's own choice, usually PyTorch's scaled_dot_product_attention. `check` prints which one it is."""
     lora: LoraSettings | None = None
     """A low-rank adapter; None trains every weight."""
     trust_remote_code: bool = False
@@ -86,10 +95,24 @@ class TextPolicyConfig(PolicyConfig):
             raise ValueError("system_prompt needs the chat template, but chat_template is false.")
         return self
 
+    def settled(self, device: str, precision: torch.dtype) -> TextPolicyConfig:
+        """See `PolicyConfig.settled`: the attention kernel."""
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self._model_config()), None)
+        is_unknown = model_class is None and self.attention != "auto"  # code of its own; transformers will say
+        offered = ["flash_attention_2"] if is_unknown or getattr(model_class, "_supports_flash_attn", False) else []
+        is_half = {precision, getattr(torch, self.dtype)} != {torch.float32}
+        kernel = choose_attention(self.attention, offered, device, is_half, otherwise="auto")
+        return self.model_copy(update={"attention": kernel})
+
     def build(self, name: str, device: str, seed: int) -> TextPolicy:
         """Loads the model and its tokenizer; a fresh adapter is initialised from `seed`."""
         model, tokenizer = self._load(meta=False)
         return TextPolicy(name, model, tokenizer, self, torch.device(device), seed)
+
+    def _model_config(self) -> Any:
+        source = resolve_model(self.model, kind="transformers")
+        with loading(self.model):
+            return AutoConfig.from_pretrained(source, trust_remote_code=self.trust_remote_code)
 
     def _load(self, meta: bool) -> tuple[Any, Any]:
         source = resolve_model(self.model, kind="transformers")
@@ -98,7 +121,7 @@ class TextPolicyConfig(PolicyConfig):
         dtype = getattr(torch, self.dtype)
         tokenizer = load_tokenizer(AutoTokenizer, source, self.model, **code)
         with loading(self.model):
-            config = AutoConfig.from_pretrained(source, **code)
+            config = self._model_config()
             if meta and hasattr(config, "quantization_config"):  # packed weights are read on their own device only
                 with torch.device("meta"):
                     return AutoModelForCausalLM.from_config(config, **kernel, **code), tokenizer
@@ -124,6 +147,7 @@ class TextPolicyConfig(PolicyConfig):
             bytes_per_parameter=getattr(torch, self.dtype).itemsize,
             feature_size=feature_size_of(model),
             sampling=self.sampling,
+            attention=model.config._attn_implementation,
             fit=reader.fit,
             fit_given=reader.read_given,
             rows=[self._row_memory(model)],

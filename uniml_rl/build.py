@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from modalities.base import Policy, PolicySummary
+from modalities.base import Policy, PolicyConfig, PolicySummary
 from modalities.critic import Critic, CriticSettings
 from modalities.errors import did_you_mean
 from modalities.forward_process import ForwardProcessSettings
@@ -22,6 +22,7 @@ from uniml_rl.algorithms.parts import AggregationSettings
 from uniml_rl.algorithms.presets import merge_preset
 from uniml_rl.algorithms.settings import AnyAlgorithm
 from uniml_rl.config import overlay, typed_block, validate
+from uniml_rl.engines.base import PRECISIONS
 from uniml_rl.engines.optimizers import OptimizerSettings
 from uniml_rl.objectives.base import Objective
 from uniml_rl.schema import mistake_at
@@ -399,15 +400,22 @@ def build_policy(config: RunConfig, name: str, device: str, built: Callable[[str
     """The policy `name`; the parts that it is made of are taken from `built`, or built too."""
     block = config.policies[name]
     parts = [built(part) if built else build_policy(config, part, device) for part in part_names(block)]
-    policy: Policy = block.join(name, parts) if parts else block.build(name, device, config.seed)
-    return policy
+    if parts:
+        policy: Policy = block.join(name, parts)
+        return policy
+    return _settled(config, name, device).build(name, device, config.seed)
 
 
-def inspect_policy(config: RunConfig, name: str) -> PolicySummary:
-    """What `PolicyConfig.inspect` says of the policy `name`, made of its parts or not."""
+def _settled(config: RunConfig, name: str, device: str) -> PolicyConfig:
+    block: PolicyConfig = config.policies[name]
+    return block.settled(device, PRECISIONS[getattr(config.engine, "precision", "fp32")])
+
+
+def inspect_policy(config: RunConfig, name: str, device: str) -> PolicySummary:
+    """What `PolicyConfig.inspect` says of the policy `name` on `device`, made of its parts or not."""
     block = config.policies[name]
-    parts = [inspect_policy(config, part) for part in part_names(block)]
-    summary: PolicySummary = block.join_summaries(parts) if parts else block.inspect()
+    parts = [inspect_policy(config, part, device) for part in part_names(block)]
+    summary: PolicySummary = block.join_summaries(parts) if parts else _settled(config, name, device).inspect()
     return summary
 
 

@@ -43,7 +43,7 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> dict[str, PolicySummar
     summaries = {}
     for name in config.policies:
         with _said_at(loaded, ("policies", name)):
-            summaries[name] = inspect_policy(config, name)
+            summaries[name] = inspect_policy(config, name, device)
             if summaries[name].trainable_parameters == 0:
                 raise UserError("nothing in it is trainable.")
     for index, stage in enumerate(config.stages):
@@ -157,11 +157,12 @@ def check_from_yaml(path: str | Path, overrides: Sequence[str] = ()) -> None:
     summaries = preflight(config, loaded)
     console = Console()
     table = Table(title=f"{config.name}: policies")
-    for column in ("policy", "model", "parameters", "trainable", "share"):
+    for column in ("policy", "model", "parameters", "trainable", "share", "attention"):
         table.add_column(column, overflow="fold")
     for name, summary in summaries.items():
         share = f"{summary.trainable_parameters / summary.parameters:.2%}"
-        table.add_row(name, summary.model, f"{summary.parameters:,}", f"{summary.trainable_parameters:,}", share)
+        counts = (f"{summary.parameters:,}", f"{summary.trainable_parameters:,}", share)
+        table.add_row(name, summary.model, *counts, summary.attention)
     console.print(table)
     for index, stage in enumerate(config.stages):
         sizes = estimate(config, index, summaries, _longest_prompt(config, stage, summaries[stage.policy]))

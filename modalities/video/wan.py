@@ -29,6 +29,7 @@ class WanPolicy(DenoisingPolicy):
     sample_kind = "video"
     denoiser_component = "transformer"
     process_type = FlowProcess
+    attention_kernels = ("flash_attention_2", "xformers")
     reads_max_sequence_length = True
 
     @staticmethod

@@ -249,7 +249,7 @@ def test_a_missing_tokenizer_is_found(
 
 
 WRONG_FOR_THE_MODEL: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a kernel without its package": ({"attention": "flash_attention_2"}, {}, "policies.tiny: .*FlashAttention2"),
+    "a kernel of GPUs": ({"attention": "flash_attention_2"}, {}, "policies.tiny: attention: .*on GPUs only"),
     "a template that is not there": ({"chat_template": True}, {}, "policies.tiny: .*chat_template is set, but"),
     "a system prompt without a template": ({"system_prompt": "Be kind."}, {}, "policies.tiny: .*system_prompt is set"),
     "end tokens that do not exist": (
@@ -404,6 +404,7 @@ def test_a_real_models_counts_are_shown(tmp_path: Path, capsys: pytest.CaptureFi
     check_from_yaml(write_run(tmp_path, stage(tmp_path, policy="writer"), policies=policies))
     said = capsys.readouterr().out
     assert "writer" in said and "the configuration is valid" in said
+    assert "attention" in said and "sdpa" in said
 
 
 @pytest.mark.parametrize(
