@@ -36,7 +36,7 @@ class CausalTokenModel(nn.Module):
         accepted = inspect.signature(causal_lm.base_model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
-        self._shares_prompts = all(type(layer) is DynamicLayer for layer in self.new_cache().layers)
+        self.shares_prompts = all(type(layer) is DynamicLayer for layer in self.new_cache().layers)
         self._check_head()
 
     def forward(
@@ -70,7 +70,7 @@ class CausalTokenModel(nn.Module):
         return self.causal_lm.base_model(tokens, attention_mask=mask, **arguments).last_hidden_state
 
     def _score(self, given: Continuations) -> Replay:
-        shared = self._shares_prompts and len(given.prompt_tokens) < len(given.tokens)
+        shared = self.shares_prompts and len(given.prompt_tokens) < len(given.tokens)
         states_bTD = self._states_shared(given) if shared else self._states(given)
         scored = given.decisions
         features = states_bTD[scored.rows, scored.positions]

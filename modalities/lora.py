@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from modalities.errors import UserError, did_you_mean
 from modalities.randomness import global_generator_seeded
 from modalities.settings import Settings
+from modalities.shards import is_zero
 
 ADAPTER = "default"
 _ADAPTABLE = (nn.Linear, nn.Conv2d, Conv1D)
@@ -92,7 +93,7 @@ def lora_layers(module: nn.Module) -> list[LoraLayer]:
 def is_untrained(module: nn.Module) -> bool:
     """Whether the module has an adapter whose update is still exactly zero (every B is zero)."""
     layers = lora_layers(module)
-    return bool(layers) and all(not layer.lora_B.get_parameter(f"{ADAPTER}.weight").detach().any() for layer in layers)
+    return bool(layers) and all(is_zero(layer.lora_B.get_parameter(f"{ADAPTER}.weight")) for layer in layers)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from modalities.lora import adapter_switched, is_untrained
+from modalities.shards import divided_like, give_back, is_divided, local_part
 
 CURRENT = "current"
 _ADAPTER_OFF = "adapter_off"
@@ -29,7 +30,9 @@ class WeightSets:
         self._live: dict[str, Tensor] = {}  # the current weights while another set is in their place
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The trainable parameters by `module.parameter` name."""
+        """The trainable parameters by `module.parameter` name; of sharded modules the shards."""
+        for module in self.modules.values():
+            give_back(module)
         return {
             f"{module_name}.{name}": parameter
             for module_name, module in self.modules.items()
@@ -48,11 +51,12 @@ class WeightSets:
         self._refuse_while_swapped()
         self._sets.pop(name, None)
         self._switched_off.discard(name)
+        parameters = self.parameters()
         untrained = all(is_untrained(module) for module in self.modules.values())
-        if name == "reference" and untrained and all("lora_" in key for key in self.parameters()):
+        if name == "reference" and untrained and all("lora_" in key for key in parameters):
             self._switched_off.add(name)
         else:
-            self._sets[name] = {key: value.detach().clone() for key, value in self.parameters().items()}
+            self._sets[name] = {key: value.detach().clone() for key, value in parameters.items()}
 
     def drop(self, name: str) -> None:
         """Forgets a set; nothing happens if it does not exist."""
@@ -75,14 +79,14 @@ class WeightSets:
             self.keep(name)
             return
         for key, parameter in self.parameters().items():
-            self._sets[name][key].lerp_(parameter.detach(), 1 - decay)
+            local_part(self._sets[name][key]).lerp_(local_part(parameter), 1 - decay)
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Within the context the modules compute with the set `name`, whatever was in use outside; nothing is copied.
+        """Within the context the modules compute with the set `name`, whatever was in use outside.
 
-        Meant for computing without gradient: a backward pass must end before the context does. Raises KeyError if the
-        set was never kept.
+        Nothing is copied, except between the shards of sharded modules. Meant for computing without gradient: a
+        backward pass must end before the context does. Raises KeyError if the set was never kept.
         """
         if name not in self.names():
             raise KeyError(f"no weight set {name!r} was kept; there are {self.names()}.")
@@ -97,10 +101,10 @@ class WeightSets:
     def _put_in_place(self, name: str) -> None:
         parameters = self.parameters()
         if not self._live and name in self._sets:
-            self._live = {key: parameter.data for key, parameter in parameters.items()}
+            self._live = {key: _taken_out(parameter) for key, parameter in parameters.items()}
         if self._live:
             for key, tensor in self._sets.get(name, self._live).items():
-                parameters[key].data = tensor
+                _put(parameters[key], tensor)
             if name not in self._sets:
                 self._live = {}
         self._active = name
@@ -143,9 +147,21 @@ class WeightSets:
             if unequal:
                 raise ValueError(f"weight set {name!r} does not fit the model: other shapes for {sorted(unequal)[:5]}.")
         for key, value in sets.pop(CURRENT).items():
-            parameters[key].copy_(value)
+            local_part(parameters[key]).copy_(local_part(divided_like(value, parameters[key])))
         self._sets = {
-            name: {key: value.to(parameters[key]).clone() for key, value in tensors.items()}
+            name: {key: divided_like(value, parameters[key]).clone() for key, value in tensors.items()}
             for name, tensors in sets.items()
         }
         self._switched_off = switched_off
+
+
+def _taken_out(parameter: nn.Parameter) -> Tensor:
+    # A sharded module computes from one buffer that its parameters are views of, so another tensor cannot replace them.
+    return parameter.detach().clone() if is_divided(parameter) else parameter.data
+
+
+def _put(parameter: nn.Parameter, tensor: Tensor) -> None:
+    if is_divided(parameter):
+        local_part(parameter).copy_(local_part(tensor))
+    else:
+        parameter.data = tensor

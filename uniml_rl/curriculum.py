@@ -117,7 +117,7 @@ class Curriculum:
 
     @property
     def _leads(self) -> bool:
-        return self.engine.rank == 0
+        return self.engine.leads
 
     def _write(self, stage: str, iteration: int, metrics: dict[str, float]) -> None:
         if self.writer is not None:
@@ -187,8 +187,7 @@ class Curriculum:
 
     def _close(self, stage: OpenStage) -> None:
         """Exports the policy, moves on, and saves what later stages need."""
-        if self._leads:
-            export_policy(stage.policy, self.folder / EXPORTS / stage.config.policy)
+        self._export(stage)
         stage.rewards.close()
         if stage.evaluator is not None:
             stage.evaluator.close()
@@ -198,6 +197,17 @@ class Curriculum:
         still_used = policies_of(self.config, self.config.stages[position.stage :])
         self.policies = {name: policy for name, policy in self.policies.items() if name in still_used}
 
+    def _export(self, stage: OpenStage) -> None:
+        """Rank 0 writes the model folder; of weights that are divided among the ranks, from a copy of the policy."""
+        name, policy = stage.config.policy, stage.policy
+        if self.engine.passes_together:
+            weights = self.engine.whole(policy.weight_state())
+            if self._leads:
+                policy = build_policy(self.config, name, "cpu")
+                policy.load_weight_state(weights)
+        if self._leads:
+            export_policy(policy, self.folder / EXPORTS / name)
+
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def evaluation_path(self, stage: str, iteration: int) -> Path:
@@ -206,34 +216,37 @@ class Curriculum:
 
     def _evaluation_metrics(self, stage: OpenStage) -> dict[str, float]:
         """The evaluation's numbers, on rank 0; the others wait for it."""
-        metrics = self._evaluated(stage, stage.evaluator) if stage.evaluator is not None else {}
-        if stage.config.evaluation is not None:
-            self.engine.wait()
-        return metrics
-
-    def _evaluated(self, stage: OpenStage, evaluator: Evaluator) -> dict[str, float]:
+        if stage.config.evaluation is None:
+            return {}
         started = time.perf_counter()
-        name, iteration = stage.config.name, self.position.iteration
-        first_path = self.evaluation_path(name, 0)
-        before = Evaluation.load(first_path) if iteration and first_path.exists() else None
         metrics: dict[str, float] = {}
-        weight_sets = {"eval": "current"} | ({"eval_ema": "ema"} if stage.config.ema and iteration else {})
+        weight_sets = {"eval": "current"}
+        if stage.config.ema and self.position.iteration:
+            weight_sets["eval_ema"] = "ema"
         for prefix, weights in weight_sets.items():
             phases.enter("evaluation")
             self.progress.activity(f"evaluation of {weights} weights")
-            evaluation = evaluator.run(weights)
-            metrics |= evaluation_metrics(prefix, evaluation, before)
-            if weights == "current":
-                evaluation.save(self.evaluation_path(name, iteration))
-                save_samples(
-                    self.folder / "samples" / name,
-                    f"iteration-{iteration:06d}",
-                    evaluation.samples,
-                    evaluation.prompt_of_each_sample(),
-                    evaluation.score_lists(),
-                )
-        metrics["time/evaluation"] = time.perf_counter() - started
-        return metrics
+            with stage.policy.using(weights), self.engine.sampling(stage.policy.trainable_modules().values()):
+                evaluation = stage.evaluator.run() if stage.evaluator is not None else None
+            if evaluation is not None:
+                metrics |= self._keep_evaluation(stage.config.name, prefix, evaluation)
+        self.engine.wait()
+        return metrics | ({"time/evaluation": time.perf_counter() - started} if self._leads else {})
+
+    def _keep_evaluation(self, stage: str, prefix: str, evaluation: Evaluation) -> dict[str, float]:
+        """Its numbers; of the current weights samples and scores are kept, too."""
+        iteration, first_path = self.position.iteration, self.evaluation_path(stage, 0)
+        before = Evaluation.load(first_path) if iteration and first_path.exists() else None
+        if prefix == "eval":
+            evaluation.save(self.evaluation_path(stage, iteration))
+            save_samples(
+                self.folder / "samples" / stage,
+                f"iteration-{iteration:06d}",
+                evaluation.samples,
+                evaluation.prompt_of_each_sample(),
+                evaluation.score_lists(),
+            )
+        return evaluation_metrics(prefix, evaluation, before)
 
     def _evaluate(self, stage: OpenStage) -> None:
         """The evaluation before a stage, in a row of its own."""
@@ -273,6 +286,8 @@ class Curriculum:
         self.progress.activity(f"opening stage {config.name}")
         policy = self._policy(config.policy)
         critic = self._critic(config, policy)
+        if critic is not None and CRITIC in self._restored_weights:
+            critic.load_weight_state(self._restored_weights.pop(CRITIC))
         source, rewards = self._source(config), self._rewards(config, index)
         objective = build_objective(config.algorithm, critic, rewards.own)
         auxiliary = self._auxiliary(config)
@@ -285,8 +300,6 @@ class Curriculum:
         if self._restored is not None and self.position.iteration > 0:
             trainer.load_state_dict(self._restored["trainer"])
             rewards.load_state_dict(self._restored["rewards"])
-            if critic is not None:
-                critic.load_weight_state(self._restored_weights[CRITIC])
         else:
             policy.forget_all()
             policy.set_version(0)
@@ -364,12 +377,14 @@ class Curriculum:
         # A policy made of parts is their weights, unless its own stage is in progress and has kept other sets of them.
         needed -= {name for name in needed if part_names(self.config.policies[name])}
         needed |= {stage.config.policy} if stage else set()
-        weights = {name: policy.weight_state() for name, policy in self.policies.items() if name in needed}
+        weights = {
+            name: self.engine.whole(policy.weight_state()) for name, policy in self.policies.items() if name in needed
+        }
         state: dict[str, Any] = {"position": vars(self.position) | {"rewards": list(self.position.rewards)}}
         if stage is not None:
             state |= {"trainer": stage.trainer.state_dict(), "rewards": stage.rewards.state_dict()}
             if stage.critic is not None:
-                weights[CRITIC] = stage.critic.weight_state()
+                weights[CRITIC] = self.engine.whole(stage.critic.weight_state())
         # Policies that were restored, but that no stage has opened since, are in nobody else's hands.
         weights |= {name: kept for name, kept in self._restored_weights.items() if name in needed}
         stage_name = self.config.stages[first_needed].name

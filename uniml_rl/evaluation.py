@@ -114,8 +114,8 @@ class Evaluator:
         self.stage_index = stage_index
 
     @torch.no_grad()
-    def run(self, weights: str = "current") -> Evaluation:
-        """Samples and scores with a named weight set, some prompts at a time.
+    def run(self) -> Evaluation:
+        """Samples and scores, some prompts at a time.
 
         Rewards that fade in count with their full weight, so that the total before and after is the same measure; what
         rewards remember of training's samples is as before afterwards.
@@ -131,10 +131,9 @@ class Evaluator:
                 for position, prompt in enumerate(self.prompts[start : start + prompts_at_once])
                 for number in range(count)
             ]
-            with self.policy.using(weights):
-                with self.engine.autocast():
-                    trajectory = self.policy.rollout(requests, self.sampling)
-                samples += self.policy.decode(trajectory)
+            with self.engine.autocast():
+                trajectory = self.policy.rollout(requests, self.sampling)
+            samples += self.policy.decode(trajectory)
         # A chain makes more samples than requests; those of a prompt follow each other all the same.
         prompts = [prompt for prompt in self.prompts for _ in range(len(samples) // len(self.prompts))]
         scores: dict[str, Tensor] = {}

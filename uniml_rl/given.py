@@ -16,6 +16,7 @@ from uniml_rl.engines.base import Engine
 from uniml_rl.experience import Rollout
 from uniml_rl.monitor.metrics import Metrics
 from uniml_rl.objectives.supervised import SupervisedObjective
+from uniml_rl.passes import passes
 
 
 def given_rollout(policy: Policy, source: RecordStream, count: int, engine: Engine, key: SampleKey) -> Rollout:
@@ -55,13 +56,16 @@ class AuxiliaryLoss:
             trajectory, result = self.objective.as_trained(policy, rollout.trajectory, rollout.result)
             roots = torch.arange(trajectory.segments[0].num_rows)
             cuts = self.objective.plan(policy, trajectory, roots, self.micro_batch)
-            experience = self.objective.prepare(policy, trajectory, result, cuts, engine, own)
+            own_passes = passes(cuts, engine, lambda: cuts)
+            experience = self.objective.prepare(
+                policy, trajectory, result, [each.cut for each in own_passes], engine, own
+            )
             minibatch = self.objective.minibatch(experience, roots, engine)
-        for cut in cuts:
+        for each in own_passes:
             with engine.autocast():
-                loss = self.objective.loss(policy, minibatch, cut, key.iteration, own)
-            engine.backward(self.settings.weight * loss)
-            metrics.sum("loss/auxiliary", loss.detach())
+                loss = self.objective.loss(policy, minibatch, each.cut, key.iteration, own)
+            engine.backward(self.settings.weight * each.counts * loss)
+            metrics.sum("loss/auxiliary", each.counts * loss.detach())
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the records."""

@@ -51,7 +51,7 @@ def train(config: RunConfig, loaded: LoadedConfig, folder: Path, stop: Stop | No
     console, stop = Console(), stop or Stop()
     engine = config.engine.build()
     check_shares(config, loaded, engine.world_size)
-    leads = engine.rank == 0
+    leads = engine.leads
     writer = MetricsWriter(folder) if leads else None
     with Progress(console, quiet=not leads) as progress:
         curriculum = Curriculum(config, folder, engine, config.engine.resolve_device(), writer, progress, stop)

@@ -33,6 +33,7 @@ from uniml_rl.given import AuxiliaryLoss, given_rollout
 from uniml_rl.monitor.metrics import Metrics, peak_memory_gib
 from uniml_rl.monitor.sample_metrics import measure_rollout, measure_samples
 from uniml_rl.objectives.base import Objective
+from uniml_rl.passes import Pass, passes
 
 _log = logging.getLogger(__name__)
 _BEFORE_TRAINING = -1
@@ -115,9 +116,8 @@ class Trainer:
         rollout = self._collect(iteration, metrics)
         with phase("time/replay", metrics), self.engine.autocast():
             trajectory, result = self.objective.as_trained(self.policy, rollout.trajectory, rollout.result)
-            cuts = [
-                cut for roots in self._minibatches(trajectory, iteration, 0) for cut in self._plan(trajectory, roots)
-            ]
+            minibatches = self._minibatches(trajectory, iteration, 0)
+            cuts = [each.cut for roots in minibatches for each in self._passes(trajectory, roots)]
             self._check_replay(trajectory, cuts)
         for epoch in range(self.objective.pretraining_epochs if iteration == 0 else 0):
             experience = self._prepare(trajectory, result, cuts, unlogged := Metrics())
@@ -184,7 +184,9 @@ class Trainer:
         # A round draws less than a world more than the prompts of an iteration, so no two rounds share a group.
         first_group = resampling_round * (self.stage.prompts_per_iteration + world_size) + rank * prompts // world_size
         requests = requests_for(drawn, self.stage.group_size or 1, first_group, key)
-        with phase("time/rollout", metrics), self.engine.autocast(), self.policy.using(self.objective.rollout_weights):
+        modules = self.policy.trainable_modules().values()
+        weights = self.policy.using(self.objective.rollout_weights)
+        with phase("time/rollout", metrics), self.engine.autocast(), weights, self.engine.sampling(modules):
             trajectory = self.policy.rollout(requests)
         with phase("time/decode", metrics), torch.no_grad():
             samples = self.policy.decode(trajectory)
@@ -208,17 +210,22 @@ class Trainer:
         # Also the empty parts of a rank with few rows: all ranks take the same number of steps.
         return [torch.isin(unit, part).nonzero().flatten() for part in order.tensor_split(count)]
 
-    def _plan(self, trajectory: Trajectory, roots: Tensor) -> list[Cut]:
-        return self.objective.plan(self.policy, trajectory, roots, self.stage.micro_batch)
+    def _passes(self, trajectory: Trajectory, roots: Tensor) -> list[Pass]:
+        def plan(rows: Tensor) -> list[Cut]:
+            return self.objective.plan(self.policy, trajectory, rows, self.stage.micro_batch)
+
+        return passes(plan(roots), self.engine, lambda: plan(torch.arange(trajectory.segments[0].num_rows)))
 
     def _check_replay(self, trajectory: Trajectory, cuts: list[Cut]) -> None:
         """Before the first update of a process: is what training scores what the sampler scored, in every segment?"""
         if self._replay_checked:
             return
         trained = [cut for cut in cuts if cut.take(trajectory.segments[cut.segment].trained_mask).any()]
-        for first in {cut.segment: cut for cut in reversed(trained)}.values():
+        # The ranks of some engines must all replay, those without a trained decision too; it then finds nothing wrong.
+        candidates = [*(cuts[::-1] if self.engine.passes_together else []), *trained[::-1]]
+        for _, first in sorted({cut.segment: cut for cut in candidates}.items()):
             self.objective.check_replay(self.policy, trajectory, first, self.engine.precision)
-        self._replay_checked = bool(trained)
+        self._replay_checked = bool(self.engine.sum_over_ranks(torch.tensor(len(trained))))
 
     def _prepare(self, trajectory: Trajectory, result: RewardResult, cuts: list[Cut], metrics: Metrics) -> Experience:
         with phase("time/replay", metrics), self.engine.autocast():
@@ -233,11 +240,13 @@ class Trainer:
         metrics.steps("update/empty_steps", minibatch.trained_decisions == 0)
         if minibatch.trained_decisions == 0:
             return  # a step without a gradient would still move weights by their momentum and decay
-        for cut in self._plan(experience.trajectory, roots):
+        unlogged = Metrics()
+        for each in self._passes(experience.trajectory, roots):
             with self.engine.autocast():
-                loss = self.objective.loss(self.policy, minibatch, cut, iteration, metrics)
+                into = metrics if each.counts else unlogged
+                loss = self.objective.loss(self.policy, minibatch, each.cut, iteration, into)
             if loss.requires_grad:
-                self.engine.backward(loss)
+                self.engine.backward(loss if each.counts else 0 * loss)
         if self.auxiliary is not None and iteration != _BEFORE_TRAINING:
             # The number of the step stands in the place of the resampling round, so each draws its own noise.
             key = SampleKey(self.run_seed, self.stage_index, iteration, 0, 0, self.optimizer_steps, _AUXILIARY)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,17 @@ class Engine(ABC):
     """
 
     rank: int
+    """Of the ranks that share the samples between them: which one this is."""
     world_size: int
+    """How many ranks share the samples."""
     precision: str
+    passes_together: bool = False
+    """Whether all ranks must run equally many forward and backward passes, because each holds a part of the weights."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that writes what there is one of."""
+        return self.rank == 0
 
     @abstractmethod
     def attach(self, optimizers: Mapping[str, tuple[Mapping[str, nn.Module], OptimizerSettings]]) -> None:
@@ -43,6 +52,17 @@ class Engine(ABC):
 
         Raises ValueError for an optimizer without a trainable parameter.
         """
+
+    def sampling(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """Within the context each rank may run as many passes of `modules` without gradient as it likes, or none.
+
+        All ranks enter and leave it. Weight sets are put in place outside of it.
+        """
+        return nullcontext()
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the attached modules with all their parts, on every rank; every rank asks."""
+        return dict(tensors)
 
     @abstractmethod
     def autocast(self) -> AbstractContextManager[Any]:

@@ -50,6 +50,8 @@ class Launch:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    local_world_size: int = 1
+    """Processes on this node."""
 
 
 def launched() -> Launch:
@@ -68,7 +70,8 @@ def launched() -> Launch:
             f"{'no ' + ', '.join(missing) if missing else ' '.join(wrong) + ', which is no number'}. Start them with "
             "`torchrun --nproc-per-node N -m uniml_rl train ...`, or unset WORLD_SIZE for one process."
         )
-    return Launch(*(int(os.environ[name]) for name in names))
+    on_node = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    return Launch(*(int(os.environ[name]) for name in names), int(on_node))
 
 
 def join(launch: Launch, device: str, timeout_seconds: float) -> None:

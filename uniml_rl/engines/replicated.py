@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from modalities.errors import UserError
 from uniml_rl.engines.base import StepReport
-from uniml_rl.engines.optimizers import OptimizerSettings
-from uniml_rl.engines.ranks import exchanging, patient_group
-from uniml_rl.engines.torch_engine import TorchEngine
+from uniml_rl.engines.distributed import DistributedEngine
+from uniml_rl.engines.ranks import exchanging
 
 _BUCKET_ELEMENTS = 32 << 20
 """Elements of the gradients that one all-reduce sums: few calls, and a buffer of 128 MiB if they are float32."""
 
 
-class ReplicatedEngine(TorchEngine):
-    """Data parallelism over torch's process group, which exists already.
+class ReplicatedEngine(DistributedEngine):
+    """Data parallelism.
 
     Gradients add up over micro-batches on each rank, and are summed over ranks by an all-reduce once per optimizer
     step. DistributedDataParallel (and its composable form, `replicate`) does that inside of each backward pass, which
@@ -29,29 +26,6 @@ class ReplicatedEngine(TorchEngine):
     a critic trains under the same loss; DDP's overlap of an all-reduce with the last backward pass is what this gives
     up. Sums, and no means: losses are normalised over all ranks already.
     """
-
-    def __init__(self, device: str, precision: str = "fp32", max_skipped_steps: int = 5) -> None:
-        super().__init__(device, precision, max_skipped_steps)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._modules: dict[str, nn.Module] = {}
-        self._patient = patient_group()
-
-    def attach(self, optimizers: Mapping[str, tuple[Mapping[str, nn.Module], OptimizerSettings]]) -> None:
-        super().attach(optimizers)
-        self._modules = {
-            f"{name}.{part}": module for name, (modules, _) in optimizers.items() for part, module in modules.items()
-        }
-
-    def check_equal_start(self) -> None:
-        digest = torch.frombuffer(bytearray(_digest(self._modules)), dtype=torch.int64).unsqueeze(0)
-        digests = self.gather_rows(digest)
-        others = [rank for rank, row in enumerate(digests) if not torch.equal(row, digests[0])]
-        if others:
-            raise UserError(
-                f"rank {', '.join(map(str, others))} would start with other weights of {', '.join(self._modules)} than "
-                "rank 0, and training would not be one run. Do all nodes read the same files of the model? New weights "
-                "must be drawn from the seed that the policy is built with."
-            )
 
     def step(self, iteration: int) -> StepReport:
         self._sum_gradients()
@@ -71,22 +45,6 @@ class ReplicatedEngine(TorchEngine):
             for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 parameter.grad = part.view_as(parameter)
 
-    def sum_over_ranks(self, value: Tensor) -> Tensor:
-        total = value.detach().clone(memory_format=torch.contiguous_format)
-        with exchanging("summing numbers"):
-            dist.all_reduce(total)
-        return total
-
-    def union_of_names(self, names: list[str]) -> list[str]:
-        everyone: list[list[str]] = [[] for _ in range(self.world_size)]
-        with exchanging("comparing names"):
-            dist.all_gather_object(everyone, names)
-        return sorted(set().union(*everyone))
-
-    def wait(self) -> None:
-        with exchanging("waiting for all"):
-            dist.barrier(self._patient)
-
 
 def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Parameters of one dtype and device each, as many as one all-reduce takes."""
@@ -101,14 +59,3 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         size += parameter.numel()
     if bucket:
         yield bucket
-
-
-@torch.no_grad()
-def _digest(modules: Mapping[str, nn.Module]) -> bytes:
-    """SHA-256 of all parameters and buffers, frozen ones included."""
-    digest = hashlib.sha256()
-    for name, module in modules.items():
-        for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            digest.update(f"{name}.{key} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.digest()

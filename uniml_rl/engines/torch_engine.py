@@ -10,13 +10,15 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from modalities.errors import UserError
 from modalities.settings import Settings
+from modalities.shards import local_part
 from uniml_rl.engines.base import PRECISIONS, Engine, StepReport
 from uniml_rl.engines.loss_scale import LossScale
 from uniml_rl.engines.optimizers import OptimizerSettings, learning_rate_at
-from uniml_rl.engines.ranks import join, launched
+from uniml_rl.engines.ranks import Launch, join, launched
 
 
 class TorchEngineConfig(Settings):
@@ -31,9 +33,15 @@ class TorchEngineConfig(Settings):
     before the backward pass, by as much as no gradient overflows; take it where a GPU has no bf16."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch; None leaves torch's own choice. A resumed run is equal bit for bit only with the same."""
-    shard: Literal["none", "ddp"] = "none"
+    shard: Literal["none", "ddp", "fsdp", "hsdp"] = "none"
     """What several processes share: none is one process; ddp keeps the whole model in each, splits the samples and sums
-    the gradients, and in one process is the same as none."""
+    the gradients; fsdp also divides weights, gradients and moments over all processes; hsdp over groups of
+    `shard_ranks`, whose gradients are then summed. In one process each is the same as none."""
+    shard_ranks: int | None = Field(default=None, ge=2)
+    """Processes over which `hsdp` divides the model; None is the number on each node. Must divide their number."""
+    rollout_weights: Literal["auto", "gathered", "sharded"] = "auto"
+    """How divided weights sample: gathered collects them once per rollout, sharded anew in each forward pass, for
+    models that do not fit whole; auto is gathered."""
     timeout_seconds: float = Field(default=1800.0, gt=0)
     """Longest wait for the other processes in one exchange, after which the run ends; not read with `shard: none`."""
     max_skipped_steps: int = Field(default=5, ge=1)
@@ -43,6 +51,10 @@ class TorchEngineConfig(Settings):
     def _time_out_is_read(self) -> TorchEngineConfig:
         if self.shard == "none" and self.timeout_seconds != type(self).model_fields["timeout_seconds"].default:
             raise ValueError("timeout_seconds: one process waits for no other; remove it or take shard: ddp")
+        if self.shard != "hsdp" and self.shard_ranks is not None:
+            raise ValueError(f"shard_ranks: shard: {self.shard} does not read it; remove it or take shard: hsdp")
+        if self.shard in ("none", "ddp") and self.rollout_weights == "sharded":
+            raise ValueError(f"rollout_weights: with shard: {self.shard} weights are whole; remove it or take fsdp")
         return self
 
     def resolve_device(self) -> str:
@@ -68,10 +80,29 @@ class TorchEngineConfig(Settings):
                 f"{launch.world_size} processes were started, and each would train by itself: set engine.shard: ddp, "
                 "or start one process."
             )
-        from uniml_rl.engines.replicated import ReplicatedEngine  # which stands on this file
+        from uniml_rl.engines.replicated import ReplicatedEngine  # these stand on this file
+        from uniml_rl.engines.sharded import ShardedEngine
 
+        shape = self._mesh(launch)
         join(launch, device, self.timeout_seconds)
-        return ReplicatedEngine(device, self.precision, self.max_skipped_steps)
+        if self.shard == "ddp":
+            return ReplicatedEngine(device, self.precision, self.max_skipped_steps)
+        names = ("replicate", "shard")[2 - len(shape) :]
+        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+        gathered = self.rollout_weights != "sharded"
+        return ShardedEngine(device, mesh, gathered, self.precision, self.max_skipped_steps)
+
+    def _mesh(self, launch: Launch) -> tuple[int, ...]:
+        """(groups, ranks of a group) of `hsdp`, (ranks,) of the others. UserError if groups would be unequal."""
+        if self.shard != "hsdp":
+            return (launch.world_size,)
+        size = self.shard_ranks or launch.local_world_size
+        if launch.world_size % size:
+            raise UserError(
+                f"engine.shard_ranks: {launch.world_size} processes cannot be divided into groups of {size}; it must "
+                "divide their number."
+            )
+        return launch.world_size // size, size
 
 
 class TorchEngine(Engine):
@@ -113,17 +144,17 @@ class TorchEngine(Engine):
         return [p for group in self._optimizers[name].param_groups for p in group["params"]]
 
     def _total_norm(self, tensors: list[Tensor]) -> float:
-        """L2 norm over all elements, on whatever rank they are."""
-        return float(torch.nn.utils.get_total_norm(tensors))
+        """L2 norm over all elements, on whatever rank they are; `tensors` are the parts that are here."""
+        return float(torch.nn.utils.get_total_norm(tensors)) if tensors else 0.0
 
     @torch.no_grad()
     def step(self, iteration: int) -> StepReport:
         scale, norms = self._loss_scale, {}
         for name in self._optimizers:
-            gradients = [p.grad for p in self._parameters(name) if p.grad is not None]
+            gradients = [local_part(p.grad) for p in self._parameters(name) if p.grad is not None]
             if gradients and scale is not None:
                 torch._foreach_mul_(gradients, 1 / scale.value)
-            norms[name] = self._total_norm(gradients) if gradients else 0.0
+            norms[name] = self._total_norm(gradients)
         skipped = not all(math.isfinite(norm) for norm in norms.values())
         ratios = {} if skipped else {name: self._step_one(name, norms[name], iteration) for name in self._optimizers}
         for optimizer in self._optimizers.values():
@@ -148,12 +179,15 @@ class TorchEngine(Engine):
         """Steps one optimizer; the L2 norm of the update over that of the weights."""
         optimizer, settings, parameters = self._optimizers[name], self._settings[name], self._parameters(name)
         if settings.gradient_clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, settings.gradient_clip, torch.tensor(norm))
+            share = (settings.gradient_clip / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    local_part(parameter.grad).mul_(share)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(settings.learning_rate, settings.schedule, iteration)
-        before = [p.detach().clone() for p in parameters]
+        before = [local_part(p).clone() for p in parameters]
         optimizer.step()
-        update = self._total_norm([p - b for p, b in zip(parameters, before, strict=True)])
+        update = self._total_norm([local_part(p) - b for p, b in zip(parameters, before, strict=True)])
         return update / max(self._total_norm(before), 1e-30)
 
     def learning_rates(self, iteration: int) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ class PolicyGradientObjective(Objective):
         if not self.resampling_rounds:
             return trajectory, result
         roots = self.useful(trajectory, result).nonzero().flatten()
+        if not len(roots):  # a row that counts for nothing: without any, this rank could not go along with the others
+            roots, result = torch.zeros(1, dtype=torch.long), replace(result, valid=torch.zeros_like(result.valid))
         return select(trajectory, roots), select_results(result, leaves(trajectory, roots))
 
     def check_replay(self, policy: Policy, trajectory: Trajectory, cut: Cut, precision: str) -> None:
@@ -87,6 +90,8 @@ class PolicyGradientObjective(Objective):
         with torch.no_grad():
             replayed = policy.replay(trajectory, cut, frozenset({"log_prob"})).of("log_prob").cpu()
         mask = cut.take(segment.trained_mask)
+        if not mask.any():
+            return
         found = float((replayed - cut.take(segment.rollout_log_probs)).abs()[mask].mean())
         types = {policy.dtype, PRECISIONS[precision]}
         allowed = max(replay_tolerance(self.settings, dtype, segment.log_prob_unit) for dtype in types)

@@ -51,7 +51,10 @@ class PreferenceObjective(LikelihoodObjective):
         self, policy: Policy, trajectory: Trajectory, result: RewardResult
     ) -> tuple[Trajectory, RewardResult]:
         rows = best_and_worst(result.total, result.valid, trajectory.segments[0].group)
-        pairs = replace(result, total=result.total[rows], valid=result.valid[rows], raw={}, weighted={})
+        valid = result.valid[rows]
+        if not len(rows):  # a pair that counts for nothing: without any, this rank could not go along with the others
+            rows, valid = torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.bool)
+        pairs = replace(result, total=result.total[rows], valid=valid, raw={}, weighted={})
         return super().as_trained(policy, select(trajectory, rows), pairs)
 
     def plan(self, policy: Policy, trajectory: Trajectory, roots: Tensor, budget: int) -> list[Cut]:
@@ -100,8 +103,8 @@ class PreferenceObjective(LikelihoodObjective):
         margin = scores[first.to(device)] - scores[second.to(device)]
         terms = self.settings.loss.terms(margin)
         weights = cut.take(minibatch.weights[0])[first].to(device)
-        metrics.share("preference/accuracy", (margin > 0).detach())
-        metrics.mean("preference/margin", margin.detach())
+        metrics.share("preference/accuracy", (margin > 0).detach(), mask=weights > 0)
+        metrics.mean("preference/margin", margin.detach(), mask=weights > 0)
         total = aggregate(terms, weights, minibatch.denominators[0])
         metrics.sum("loss/total", total.detach())
         return total

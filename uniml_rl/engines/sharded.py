@@ -1,0 +1,163 @@
+"""PyTorch's FSDP2 on several ranks (`shard: fsdp | hsdp`): each holds a part of weights, gradients and moments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from modalities.shards import divided_like, give_back, whole
+from uniml_rl.engines.base import StepReport
+from uniml_rl.engines.distributed import DistributedEngine, digest_of
+from uniml_rl.engines.lockstep import Lockstep
+from uniml_rl.engines.optimizers import OptimizerSettings
+from uniml_rl.engines.ranks import exchanging
+
+
+class ShardedEngine(DistributedEngine):
+    """Fully sharded data parallelism over a mesh whose last dimension, "shard", is what a module is divided over.
+
+    Parameters are gathered for each forward and backward pass, block by block, and gradients are reduced (summed, since
+    losses are normalised over all ranks already) and scattered in each backward pass. So all ranks must run equally
+    many passes of the same modules in training. For sampling, weights are either gathered once (`gathered`), or each
+    pass gathers them anew and the ranks keep each other company (`sharded`).
+    """
+
+    passes_together = True
+
+    def __init__(
+        self,
+        device: str,
+        mesh: DeviceMesh,
+        gathered_rollouts: bool,
+        precision: str = "fp32",
+        max_skipped_steps: int = 5,
+    ) -> None:
+        super().__init__(device, precision, max_skipped_steps)
+        self.mesh = mesh
+        self.gathered_rollouts = gathered_rollouts
+        self._digest = b""
+
+    def attach(self, optimizers: Mapping[str, tuple[Mapping[str, nn.Module], OptimizerSettings]]) -> None:
+        modules = {f"{name}.{part}": m for name, (parts, _) in optimizers.items() for part, m in parts.items()}
+        unsharded = {name: module for name, module in modules.items() if not isinstance(module, FSDPModule)}
+        self._digest = digest_of(unsharded)
+        for module in unsharded.values():
+            shard(module, self.mesh)
+        super().attach(optimizers)
+
+    def _digest_of_weights(self) -> bytes:
+        return self._digest
+
+    @contextmanager
+    def sampling(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        roots = [module for module in modules if isinstance(module, FSDPModule)]
+        for root in roots:
+            root._get_fsdp_state()._lazy_init()  # else only the first forward pass says which module is the root
+        with self._gathered(roots) if self.gathered_rollouts else Lockstep(roots, self.sum_over_ranks).together():
+            yield
+
+    @contextmanager
+    def _gathered(self, roots: list[FSDPModule]) -> Iterator[None]:
+        """Whole weights: one gather of each parameter, whatever the number of passes."""
+        units = [unit for root in roots for unit in units_of(root)]
+        with exchanging("gathering weights"):
+            for unit in units:
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.unshard()
+        try:
+            yield
+        finally:
+            for root in roots:
+                for unit in units_of(root):
+                    unit.set_reshard_after_forward(unit is not root, recurse=False)
+                    unit.reshard()
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with exchanging("gathering weights"):
+            return {key: whole(tensor) for key, tensor in tensors.items()}
+
+    def backward(self, loss: Tensor) -> None:
+        with exchanging("summing gradients"):
+            super().backward(loss)
+
+    def step(self, iteration: int) -> StepReport:
+        for module in self._modules.values():
+            give_back(module)
+        return super().step(iteration)
+
+    def _total_norm(self, tensors: list[Tensor]) -> float:
+        squares = [tensor.double().square().sum() for tensor in tensors]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
+        with exchanging("summing numbers"):
+            dist.all_reduce(total, group=self.mesh.get_group("shard"))
+        return math.sqrt(float(total)) if total >= 0 else math.nan
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of one process, so that any engine of PyTorch can go on from it."""
+        with exchanging("gathering moments"):
+            return cast(dict[str, Any], _mapped(super().state_dict(), whole))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        optimizers = {}
+        for name, kept in state["optimizers"].items():
+            parameters = self._parameters(name)
+            moments = {
+                index: {
+                    key: divided_like(value, parameters[index]) if _is_like(value, parameters[index]) else value
+                    for key, value in values.items()
+                }
+                for index, values in kept["state"].items()
+            }
+            optimizers[name] = {**kept, "state": moments}
+        super().load_state_dict({**state, "optimizers": optimizers})
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _mapped(value: Any, function: Any) -> Any:
+    """The nested state with every tensor replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _mapped(each, function) for key, each in value.items()}
+    return value
+
+
+def units_of(root: FSDPModule) -> list[FSDPModule]:
+    """The root and the blocks in it whose parameters are gathered together."""
+    return [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
+
+
+def shard(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Divides the parameters of a module over the mesh, each of its blocks and then the rest as a unit."""
+    for block in blocks_of(module):
+        fully_shard(block, mesh=mesh)
+    root = fully_shard(module, mesh=mesh)
+    for unit in units_of(root):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        # What is left in the root is needed again at once in the backward pass.
+        unit.set_reshard_after_forward(unit is not root, recurse=False)
+    for part in module.modules():
+        if hasattr(part, "shares_prompts"):
+            part.shares_prompts = False  # it would make passes of a block depend on the rank's own rows
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The layers of a model that its library says must not be split, or the members of its lists of layers."""
+    named = {name for part in module.modules() for name in (getattr(part, "_no_split_modules", None) or ())}
+    blocks = [part for part in module.modules() if type(part).__name__ in named]
+    if not blocks:
+        blocks = [part for layers in module.modules() if isinstance(layers, nn.ModuleList) for part in layers]
+    inner = {id(child) for block in blocks for child in block.modules() if child is not block}
+    return [block for block in blocks if id(block) not in inner and any(True for _ in block.parameters())]
