@@ -46,7 +46,8 @@ class ValueHead(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """[b, t] float32."""
         with torch.autocast(features.device.type, enabled=False):
-            return self.layers(features.float()).squeeze(-1)
+            # A copy: hooks of a sharded engine on this module's output would be lost with a view that is written to.
+            return self.layers(features.float()).squeeze(-1).clone()
 
 
 class Critic:

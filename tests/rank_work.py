@@ -25,7 +25,8 @@ from toy_runs import Surprise, load_run, prompts, stage
 
 from modalities.errors import UserError
 from modalities.randomness import seeded_generator
-from modalities.samples import Image, Prompt, Sample, Text
+from modalities.samples import Image, Prompt, Sample, Text, Video
+from modalities.shards import whole
 from modalities.sources import convert_gguf
 from rewards.base import Reward, RewardConfig
 from rewards.combine import RewardResult
@@ -33,6 +34,7 @@ from uniml_rl.build import RunConfig, StageConfig, build_objective, build_policy
 from uniml_rl.config import load_yaml
 from uniml_rl.engines import replicated
 from uniml_rl.engines.base import Engine
+from uniml_rl.engines.distributed import DistributedEngine
 from uniml_rl.engines.optimizers import OptimizerSettings
 from uniml_rl.engines.ranks import ending_together, launched
 from uniml_rl.engines.replicated import ReplicatedEngine
@@ -93,7 +95,7 @@ class Scores:
         totals = []
         for prompt in prompts:
             place = drawn[prompt.index] = drawn.get(prompt.index, -1) + 1
-            value = torch.rand(8, generator=seeded_generator(iteration, prompt.index))[place]
+            value = torch.rand(64, generator=seeded_generator(iteration, prompt.index))[place]
             if self.failing(prompt.index):
                 value = torch.tensor(0.5 if self.useless else torch.nan)
             totals.append(value)
@@ -104,8 +106,8 @@ class Scores:
 def _content(sample: Sample) -> Tensor:
     if isinstance(sample, Text):
         return torch.tensor([ord(letter) for letter in sample.text], dtype=torch.float32)
-    assert isinstance(sample, Image)
-    return sample.pixels.flatten() / 255
+    assert isinstance(sample, Image | Video)
+    return (sample.pixels if isinstance(sample, Image) else sample.frames).flatten() / 255
 
 
 DAPO = {"name": "dapo", "overlong": {"maximum": 4, "buffer": 2}, "dynamic_sampling": {"rounds": 1}}
@@ -114,13 +116,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "toy ppo": ("toy", {"algorithm": {"name": "ppo", "minibatches": 1}, "critic": {}}),
     "toy nothing valid on rank 1": ("toy", {"algorithm": {"name": "grpo"}}),
     "toy nothing useful on rank 1": ("toy", {"algorithm": DAPO}),
+    "toy dpo, no pair on rank 1": ("toy", {"algorithm": {"name": "dpo"}}),
     "gpt2 grpo": ("gpt2", {"algorithm": {"name": "grpo"}}),
     "gpt2 ppo": ("gpt2", {"algorithm": {"name": "ppo", "minibatches": 1}, "critic": {}}),
     "gpt2-lora grpo": ("gpt2-lora", {"algorithm": {"name": "grpo"}}),
+    "chain grpo": ("chain", {"algorithm": {"name": "grpo"}}),
     "sd3-guided-lora flow_grpo": ("sd3-guided-lora", {"algorithm": {"name": "flow_grpo", "minibatches": 1}}),
     "sd-epsilon ddpo": ("sd-epsilon", {"algorithm": {"name": "ddpo", "minibatches": 1}}),
 }
 """An entry of the contracts' catalogue, and the keys of a stage."""
+MODES: dict[str, dict[str, Any]] = {
+    "ddp": {"shard": "ddp"},
+    "fsdp": {"shard": "fsdp"},
+    "fsdp sharded": {"shard": "fsdp", "rollout_weights": "sharded"},
+    "hsdp": {"shard": "hsdp", "shard_ranks": 2},
+}
+"""Keys of the engine."""
+TABLE = [
+    *(("ddp", case) for case in CASES),
+    *(("fsdp", case) for case in CASES if case != "toy grpo"),
+    *(("fsdp sharded", case) for case in ("gpt2 ppo", "sd3-guided-lora flow_grpo", "chain grpo")),
+]
+"""What the test suite compares with one process; `scripts/proofs/parity.py` compares all of it."""
 
 
 class Run:
@@ -155,17 +172,16 @@ class Run:
         self.update, self.samples, self.steps = self._weights() - start, scores.seen, trainer.optimizer_steps
 
     def _weights(self) -> Tensor:
-        return torch.cat([p.detach().flatten() for p in self.parameters])
+        return torch.cat([whole(p).flatten() for p in self.parameters])
 
     def _keep_gradient(self) -> None:
         if not len(self.gradient):
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-            self.gradient = torch.cat([part.flatten().clone() for part in parts])
+            self.gradient = torch.cat([whole(part).flatten().clone() for part in parts])
 
 
-def compare(name: str, engine: ReplicatedEngine, run: RunConfig, folder: Path) -> dict[str, Any]:
-    """One process beside two ranks, on rank 0; the others bring their samples."""
-    alone = Run(name, TorchEngine("cpu"), run, folder) if engine.rank == 0 else None
+def compare(name: str, alone: Run | None, engine: DistributedEngine, run: RunConfig, folder: Path) -> dict[str, Any]:
+    """One process beside several ranks, on rank 0; the others bring their samples."""
     engine.wait()
     together = Run(name, engine, run, folder)
     engine.check_equal_start()  # and end
@@ -182,7 +198,7 @@ def compare(name: str, engine: ReplicatedEngine, run: RunConfig, folder: Path) -
     }
 
 
-def _of_all_ranks(samples: list[Tensor], engine: ReplicatedEngine) -> list[Tensor]:
+def _of_all_ranks(samples: list[Tensor], engine: Engine) -> list[Tensor]:
     """Sorted by what they are, because one process makes them in another order."""
     everyone: list[Any] = [None] * engine.world_size
     torch.distributed.all_gather_object(everyone, samples)
@@ -272,7 +288,7 @@ def _check_steps(engine: ReplicatedEngine) -> dict[str, bool]:
     return found
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, table: Sequence[tuple[str, str]]) -> None:
     sys.path.append(str(Path(__file__).parent / "modalities"))
     from test_sources import gguf_llama
 
@@ -288,8 +304,12 @@ def main(folder: Path) -> None:
         results: dict[str, Any] = {"engine": check_engine(engine)}
         convert_gguf(own / "tiny.gguf", own / "converted")
         assert (own / "converted" / "model.safetensors").is_file()
-        for name in CASES:
-            results[name] = compare(name, engine, configs[CASES[name][0]], own)
+        engines = {mode: TorchEngineConfig(device="cpu", **keys).build() for mode, keys in MODES.items()}
+        for name in dict.fromkeys(name for _, name in table):
+            config = configs[CASES[name][0]]
+            alone = Run(name, TorchEngine("cpu"), config, own) if engine.rank == 0 else None
+            for mode in (mode for mode, each in table if each == name):
+                results[f"{mode}: {name}"] = compare(name, alone, engines[mode], config, own)
         loaded = load_yaml(folder / RUN)
         train(load_run(folder / RUN), loaded, folder / WHOLE)
         if engine.rank == 0:
@@ -297,4 +317,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), TABLE)

@@ -137,7 +137,7 @@ def test_a_failed_sample_leaves_mean_and_std_and_gets_zero(scale, failed_reward)
     without, _ = group_advantages(rewards[valid], valid[valid], ids[valid], scale=scale, epsilon=1e-4)
     assert torch.equal(found[valid], without)
     assert torch.equal(found[~valid], torch.zeros(3))
-    assert report == GroupReport(without_signal=3, groups=4, singletons=2)
+    assert report == GroupReport(without_signal=2, groups=3, singletons=2)  # the group without a valid one is none
     of_others, _ = leave_one_out(rewards, valid, ids)
     assert of_others.tolist() == [-3.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]
 

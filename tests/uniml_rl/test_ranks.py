@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_work import CASES, RESULTS, RUN, STEPS, WHOLE
+from rank_work import RESULTS, RUN, STEPS, TABLE, WHOLE
 from safetensors.torch import load_file
 from toy_runs import COUNT_A, COUNT_B, held_out, load_run, rows_of, stage, weights_of, write_run
 
@@ -117,9 +117,9 @@ def test_collectives_gradients_and_clipping_are_those_of_the_sum(results: dict[s
     assert [what for what, holds in results["engine"].items() if not holds] == []
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_do_what_one_process_does(case: str, results: dict[str, Any]) -> None:
-    found = results[case]
+@pytest.mark.parametrize("mode, case", TABLE)
+def test_two_ranks_do_what_one_process_does(mode: str, case: str, results: dict[str, Any]) -> None:
+    found = results[f"{mode}: {case}"]
     assert found["samples"] <= 1.01 / 255  # text alike, colours to one level
     assert found["different samples"] > 40 and found["steps"] >= STEPS
     assert found["gradient"] <= 1e-5

@@ -23,10 +23,10 @@ Gather = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class GroupReport:
-    """How many groups there were and how many taught nothing."""
+    """How many groups there were and how many taught nothing; those without a valid sample do not count."""
 
     without_signal: int
-    """Groups in which every advantage is 0: tied, of one valid sample, or of none."""
+    """Groups in which every advantage is 0: tied, or of one valid sample."""
     groups: int
     """Groups of this rank's batch."""
     singletons: int
@@ -252,4 +252,4 @@ def _moments(values: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tenso
 
 def _report(advantages: Tensor, row_group: Tensor, counts: Tensor) -> GroupReport:
     signal = _per_group(advantages.abs(), row_group, counts)
-    return GroupReport(int((signal == 0).sum()), len(counts), int((counts == 1).sum()))
+    return GroupReport(int((signal[counts > 0] == 0).sum()), int((counts > 0).sum()), int((counts == 1).sum()))

@@ -54,7 +54,9 @@ METRICS: dict[str, Metric] = {
         "reward", "mean", "What `algorithm.overlong` takes from the reward, over valid samples; not in `reward/mean`."
     ),
     "group/without_signal_share": Metric(
-        "share", "mean", "Groups whose advantages are all 0: equal rewards, or fewer than two valid samples."
+        "share",
+        "mean",
+        "Of the groups with a valid sample, those whose advantages are all 0: equal rewards, or one valid sample.",
     ),
     "resampling/rounds": Metric(
         "rounds", "sum per rank", "Further rollouts of the iteration, in place of groups without signal."
