@@ -134,8 +134,9 @@ MODES: dict[str, dict[str, Any]] = {
 """Keys of the engine."""
 TABLE = [
     *(("ddp", case) for case in CASES),
-    *(("fsdp", case) for case in CASES if case != "toy grpo"),
-    *(("fsdp sharded", case) for case in ("gpt2 ppo", "sd3-guided-lora flow_grpo", "chain grpo")),
+    *(("fsdp", case) for case in ("toy nothing useful on rank 1", "toy dpo, no pair on rank 1")),
+    *(("fsdp", case) for case in ("gpt2 ppo", "chain grpo", "sd-epsilon ddpo")),
+    *(("fsdp sharded", case) for case in ("gpt2 ppo", "chain grpo")),
 ]
 """What the test suite compares with one process; `scripts/proofs/parity.py` compares all of it."""
 

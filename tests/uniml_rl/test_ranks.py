@@ -273,7 +273,9 @@ def test_the_environment_says_who_this_process_is(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError, match="LOCAL_RANK=one, which is no number"):
         launched()
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert launched() == Launch(3, 1, 4)
+    assert launched() == Launch(3, 1, 4, local_world_size=4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert launched() == Launch(3, 1, 4, local_world_size=2)
     with pytest.raises(UserError, match=r"4 processes were started(?s:.*)engine\.shard: ddp"):
         TorchEngineConfig(device="cpu").build()
 

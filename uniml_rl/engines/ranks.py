@@ -71,7 +71,8 @@ def launched() -> Launch:
             "`torchrun --nproc-per-node N -m uniml_rl train ...`, or unset WORLD_SIZE for one process."
         )
     on_node = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-    return Launch(*(int(os.environ[name]) for name in names), int(on_node))
+    rank, local_rank, world_size = (int(os.environ[name]) for name in names)
+    return Launch(rank, local_rank, world_size, int(on_node))
 
 
 def join(launch: Launch, device: str, timeout_seconds: float) -> None:

@@ -58,7 +58,7 @@ class ShardedEngine(DistributedEngine):
 
     @contextmanager
     def sampling(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        roots = [module for module in modules if isinstance(module, FSDPModule)]
+        roots: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
         for root in roots:
             root._get_fsdp_state()._lazy_init()  # else only the first forward pass says which module is the root
         with self._gathered(roots) if self.gathered_rollouts else Lockstep(roots, self.sum_over_ranks).together():
@@ -150,7 +150,7 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> None:
         unit.set_reshard_after_forward(unit is not root, recurse=False)
     for part in module.modules():
         if hasattr(part, "shares_prompts"):
-            part.shares_prompts = False  # it would make passes of a block depend on the rank's own rows
+            cast(Any, part).shares_prompts = False  # it would make passes of a block depend on the rank's own rows
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
