@@ -411,7 +411,7 @@ def _settled(config: RunConfig, name: str, device: str) -> PolicyConfig:
     return block.settled(device, PRECISIONS[getattr(config.engine, "precision", "fp32")])
 
 
-def inspect_policy(config: RunConfig, name: str, device: str) -> PolicySummary:
+def inspect_policy(config: RunConfig, name: str, device: str = "cpu") -> PolicySummary:
     """What `PolicyConfig.inspect` says of the policy `name` on `device`, made of its parts or not."""
     block = config.policies[name]
     parts = [inspect_policy(config, part, device) for part in part_names(block)]
