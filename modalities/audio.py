@@ -29,6 +29,7 @@ from modalities.base import (
     TokenSegment,
     Trajectory,
 )
+from modalities.causal_lm import checkpoint_layers
 from modalities.codec_tokens import CodecTokenModel, Decisions, delay_pattern, delays
 from modalities.errors import UserError
 from modalities.lora import (
@@ -42,7 +43,7 @@ from modalities.lora import (
 from modalities.samples import Audio, Sample
 from modalities.segments import PADDED_PROMPTS
 from modalities.sources import loading, resolve_model
-from modalities.summary import PolicySummary, RowMemory, layer_activations
+from modalities.summary import PolicySummary, RowMemory, layer_activations, model_activations
 from modalities.tokens import (
     SoftmaxSampling,
     choose_tokens,
@@ -79,6 +80,8 @@ class AudioPolicyConfig(PolicyConfig):
     so full fine-tuning takes no other; computing in bfloat16 is the engine's `precision`."""
     lora: LoraSettings | None = None
     """A low-rank adapter on the decoder; None trains all of its weights and the projection of the text."""
+    gradient_checkpointing: bool = False
+    """Compute each decoder layer's activations again in the backward pass instead of keeping them."""
     logits_chunk: int = Field(default=512, ge=1)
     """Decisions whose logits exist at the same time while log-probs are computed."""
     decoding_rows: int = Field(default=8, ge=1)
@@ -129,11 +132,12 @@ class AudioPolicyConfig(PolicyConfig):
     def _row_memory(self, decoder: Any) -> RowMemory:
         branches = 1 if self.sampling.guidance_scale == 1 else 2
         each = layer_activations(decoder.hidden_size, decoder.ffn_dim, cross_attention=True)
+        kept = model_activations(decoder.num_hidden_layers, each, decoder.hidden_size, self.gradient_checkpointing)
         return RowMemory(
             tokens=self.sampling.frames + decoder.num_codebooks // decoder.audio_channels - 1,
             cache=branches * 2 * decoder.num_hidden_layers * decoder.hidden_size,
             rows_at_once=1 if self.sampling.fixed_shape else self.sampling.rows_per_batch,
-            activations=branches * decoder.num_hidden_layers * each,
+            activations=branches * kept,
             logits=branches * self.logits_chunk * decoder.vocab_size,
         )
 
@@ -184,6 +188,8 @@ class AudioPolicy(Policy):
         make_trainable(model, config.lora, seed)
         self.musicgen = model.eval().to(device)
         self.musicgen.audio_encoder.float()
+        if config.gradient_checkpointing:
+            checkpoint_layers(self.musicgen.decoder)
         self.model = CodecTokenModel(model, config.logits_chunk)
         self.weight_sets = WeightSets(self.trainable_modules())
         self.feature_size = model.decoder.config.hidden_size

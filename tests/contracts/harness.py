@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -180,3 +180,18 @@ def make_trainer(
     engine.attach(optimizers)
     objective.start(policy)
     return Trainer(policy, stage.prompts.build(seed), scores or RandomRewards(), objective, engine, stage, 0, seed)
+
+
+def kept_for_backward(compute: Callable[[], Any], parameters: Iterable[Tensor]) -> int:
+    """Bytes that autograd keeps, parameters aside."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        compute()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from contracts.harness import kept_for_backward
 from denoising_helpers import requests as image_requests
 from tiny_models_diffusion import tiny_stable_diffusion, tiny_stable_diffusion_3, tiny_wan
 from tiny_models_text import word_tokenizer
@@ -104,21 +105,6 @@ def test_the_cache_is_that_of_the_rows_at_once_and_bf16_halves_it(tmp_path: Path
     assert describe({"weights": 2.0, "cache": 0, "step": 0.001}, ("weights", "cache", "step")) == (
         "weights 2.00 GiB, step 1.0 MiB"
     )
-
-
-def kept_for_backward(compute: Callable[[], Any], parameters: Any) -> int:
-    """Bytes that autograd keeps, parameters aside."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        compute()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
