@@ -107,6 +107,7 @@ class WeightSets:
                 _put(parameters[key], tensor)
             if name not in self._sets:
                 self._live = {}
+            torch.clear_autocast_cache()  # else autocast goes on with the casts of the weights that were here
         self._active = name
 
     def _refuse_while_swapped(self) -> None:

@@ -51,6 +51,22 @@ def test_the_reference_stays_what_it_was(lora: bool) -> None:
     assert bool(copied) != lora  # an adapter that was never trained is switched off, not copied
 
 
+@pytest.mark.parametrize("lora", [True, False])
+def test_autocast_computes_with_the_set_in_use(lora: bool) -> None:
+    module = network(lora)
+    sets = WeightSets({"m": module})
+    sets.keep("copy")
+    train(module)
+    expected = {}
+    for name in ("copy", "current"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected[name] = output(sets, module, name)
+    assert not torch.allclose(expected["copy"], expected["current"], atol=1e-2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for name in ("current", "copy", "current"):
+            assert torch.equal(output(sets, module, name), expected[name])
+
+
 def test_adapter_off_equals_a_frozen_copy() -> None:
     module = network(lora=True)
     sets = WeightSets({"m": module})
