@@ -231,6 +231,7 @@ def summary_of(policy: Policy) -> PolicySummary:
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         bytes_per_parameter=policy.dtype.itemsize,
         feature_size=policy.feature_size,
+        windowed=getattr(policy.sampling, "window", None) is not None,
         sampling=policy.sampling,
     )
 

@@ -76,10 +76,12 @@ class ChainPolicyConfig(PolicyConfig):
         check_parts(self.parts, first.sample_kind, first.decisions, second.decisions)
 
         def fit(prompts: Sequence[Prompt], sampling: ChainSampling) -> int:
-            samplings = part_sampling(sampling, self.parts, [first.sampling, second.sampling])
+            samplings = part_sampling(sampling, self.parts, own)
             second.fit([], samplings[1])  # its prompts are not written yet
             return first.fit(prompts, samplings[0])
 
+        own = [first.sampling, second.sampling]
+        samplings = part_sampling(self.sampling, self.parts, own)
         fit([], self.sampling)
         offers, feature_size = shared_offers(parts)
         return PolicySummary(
@@ -91,6 +93,7 @@ class ChainPolicyConfig(PolicyConfig):
             trainable_parameters=first.trainable_parameters + second.trainable_parameters,
             bytes_per_parameter=max(first.bytes_per_parameter, second.bytes_per_parameter),
             feature_size=feature_size,
+            windowed=any(getattr(each, "window", None) is not None for each in samplings),
             sampling=self.sampling,
             fit=fit,
             rows=[*first.rows, *second.rows],

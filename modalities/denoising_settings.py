@@ -272,6 +272,7 @@ class DenoisingSettings(PolicyConfig):
             trainable_parameters=sum(trainable),
             bytes_per_parameter=4 if self.dtype == "float32" else 2,
             feature_size=family.feature_size_of(denoiser.config),
+            windowed=self.sampling.window is not None,
             sampling=self.sampling,
             attention=self.attention,
             fit=fit,

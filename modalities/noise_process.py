@@ -150,11 +150,12 @@ class NoiseProcess(ABC):
         low, high = steps or window.noise_levels or (0, 0)
         place = torch.arange(len(std)) if steps else levels
         inside = torch.where((place >= low) & (place <= high), std, 0.0)
-        if not inside.any():
+        count = int((inside > 0).sum())
+        if count < (high - low + 1 if window.steps else 1):
             stochastic = [(step, round(levels[step].item(), 4)) for step in range(len(std)) if std[step] > 0]
             raise UserError(
-                f"sampling.window: no stochastic transition lies in ({low}, {high}); as (step, noise level) there "
-                f"are {stochastic}."
+                f"sampling.window: ({low}, {high}) asks for transitions that draw no noise or do not exist; as (step, "
+                f"noise level) the stochastic ones are {stochastic}."
             )
         return inside
 

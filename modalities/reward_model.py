@@ -77,6 +77,7 @@ class RewardModelConfig(PolicyConfig):
             trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             bytes_per_parameter=getattr(torch, self.dtype).itemsize,
             fit_given=scorer.inputs,
+            reads=scorer.reads,
         )
 
     def build(self, name: str, device: str, seed: int) -> RewardModel:

@@ -34,11 +34,17 @@ class ScorerInputs(NamedTuple):
     pixels: Tensor  # [B, 3, h, w] float32 as the model's processor makes them; [B, 0] for texts
 
 
+class TooLongError(UserError):
+    """A text has more tokens than the model reads."""
+
+
 class Scorer(nn.Module):
     """A frozen or trainable model that scores samples; its dropout is off."""
 
     kind: Literal["text", "image"]
     model: PreTrainedModel
+    reads: int | None = None
+    """Tokens of prompt and sample together that it can read; None: any number."""
 
     def inputs(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> ScorerInputs:
         """What `forward` reads of B samples, with the gradient to their pixels."""
@@ -83,13 +89,14 @@ class TextScorer(Scorer):
             config.use_cache = False  # with it, layers that are computed again would see their own keys twice
         self.model = model.eval()
         self.tokenizer = tokenizer
+        self.reads = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._source = source
         self._end = next((i for i in (tokenizer.eos_token_id, tokenizer.sep_token_id) if i is not None), None)
         for head in heads(self.model).values():  # a float32 head on a trunk in another dtype
             head.register_forward_pre_hook(_in_own_dtype)
 
     def inputs(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> ScorerInputs:
-        """See `Scorer.inputs`. Raises UserError for a text that is longer than the model reads."""
+        """See `Scorer.inputs`. Raises TooLongError for a text that is longer than the model reads."""
         rows = [self._tokens(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
         tokens = pad_sequence(rows, batch_first=True)
         mask = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
@@ -102,10 +109,9 @@ class TextScorer(Scorer):
         tokens += self.tokenizer(sample.text, add_special_tokens=False).input_ids
         if sample.finished and self._end is not None:
             tokens.append(self._end)
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or len(tokens)
-        if not 0 < len(tokens) <= longest:
-            raise UserError(
-                f"model {self._source!r} reads 1 to {longest} tokens, but prompt {prompt.index} "
+        if not 0 < len(tokens) <= (self.reads or len(tokens)):
+            raise TooLongError(
+                f"model {self._source!r} reads 1 to {self.reads} tokens, but prompt {prompt.index} "
                 f"({prompt.text[:40]!r} ...) and its sample have {len(tokens)}; leave it out of the data."
             )
         return torch.tensor(tokens)

@@ -66,6 +66,8 @@ class PolicySummary:
     """Of the frozen weights; trainable ones are float32."""
     feature_size: int = 0
     """As `Policy.feature_size`."""
+    windowed: bool = False
+    """Whether a window picks the denoising transitions that are trained."""
     sampling: Any = None
     """As `Policy.sampling`."""
     attention: str = ""
@@ -75,5 +77,7 @@ class PolicySummary:
     settings. It returns the tokens of the longest prompt, 0 where prompts take no room in the sample's sequence."""
     fit_given: Callable[[Sequence[Prompt], Sequence[Sample]], Any] = _any_samples
     """`fit_given(prompts, samples)` raises UserError if the policy cannot learn from one of the given samples."""
+    reads: int | None = None
+    """Of a reward model the tokens of prompt and sample together that it can read; None: any number."""
     rows: list[RowMemory] = field(default_factory=list)
     """Rough memory of a sample, for each segment; empty if nothing is known."""

@@ -32,6 +32,8 @@ class Reward(ABC):
     separate_process: bool = False
     """Whether a time-out needs a process of its own: for code over strings that may hold Python's interpreter lock for
     ever (a regular expression that backtracks, a verifier's big integers), which no thread can interrupt."""
+    reads: int | None = None
+    """Tokens of prompt and sample together that it can score; None: any number."""
     fields: frozenset[str] = frozenset()
     """Fields of the prompts' records that it reads."""
 

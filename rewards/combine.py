@@ -76,6 +76,10 @@ class RewardSet:
                         f"{len(prompts)} records have {', '.join(known) or 'no fields'}{did_you_mean(field, known)}."
                     )
 
+    def reads(self) -> dict[str, int]:
+        """By name, the tokens that a reward which cannot score any number of them can score."""
+        return {name: reward.reads for name, (_, reward) in self._rewards.items() if reward.reads is not None}
+
     def score(
         self,
         samples: Sequence[Sample],

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from modalities.errors import UserError
 from modalities.samples import Prompt
-from modalities.scorers import Scorer, load_scorer
+from modalities.scorers import Scorer, TooLongError, load_scorer
 from rewards.base import Reward, RewardConfig
+from rewards.isolation import ScoringError
 
 _POLICY = "policy:"
 
@@ -58,8 +59,13 @@ class ModelReward(Reward):
         self._scorer = scorer.requires_grad_(False)
         self.kinds = frozenset({scorer.kind})
         self.differentiable = scorer.kind == "image"
+        self.reads = scorer.reads
 
     def score(self, samples: Sequence[Any], prompts: Sequence[Prompt]) -> Tensor:
-        """[B] float32."""
-        scores: Tensor = self._scorer(self._scorer.inputs(prompts, samples))
+        """[B] float32. Raises ScoringError for a text that is longer than the model reads: that sample has failed."""
+        try:
+            inputs = self._scorer.inputs(prompts, samples)
+        except TooLongError as error:
+            raise ScoringError("too_long", str(error)) from error
+        scores: Tensor = self._scorer(inputs)
         return scores

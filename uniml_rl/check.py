@@ -17,12 +17,15 @@ from modalities.errors import UserError
 from modalities.randomness import seeded_generator
 from rewards.base import RewardConfig
 from rewards.combine import RewardSet
-from uniml_rl.algorithms.algorithm import AlgorithmSettings
+from uniml_rl.algorithms.algorithm import AlgorithmSettings, sample_limit
 from uniml_rl.build import EvaluationSettings, RunConfig, StageConfig, evaluation_sampling, inspect_policy
 from uniml_rl.config import LoadedConfig, load_yaml, validate
 from uniml_rl.data.prompts import FilePromptsConfig, PromptStream
 from uniml_rl.memory import describe, estimate, in_words
 from uniml_rl.yaml_files import KeyPath
+
+Doubt = tuple[KeyPath, str]
+"""What may be done and is hardly meant: the key that says so, within a block, and the reason."""
 
 FIRST_RECORDS = 8
 LONGEST_RECORDS = 16
@@ -34,7 +37,7 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> dict[str, PolicySummar
 
     Raises UserError for anything that would stop a later stage: a device that is not there, missing data, a model
     folder that is incomplete or of the wrong kind, prompts that do not fit, a reward or an algorithm that does not fit
-    the policy. Warns of held-out prompts that are fewer than asked for. No weights are read.
+    the policy. Warns of what may be done and is hardly meant. No weights are read.
     """
     with _said_at(loaded, ("engine",)):
         device = config.engine.resolve_device()
@@ -52,37 +55,45 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> dict[str, PolicySummar
             if owner is not None:
                 with _said_at(loaded, (*place, *key, "optimizer")):
                     owner.optimizer.require(device)
-        with _said_at(loaded, place):
-            _check_stage(config, stage, summaries)
+        with _said_at(loaded, place) as doubts:
+            doubts += _check_stage(config, stage, summaries)
         if stage.auxiliary is not None:
             with _said_at(loaded, (*place, "auxiliary")):
                 _check_records(stage.auxiliary.records, config.seed, summaries[stage.policy], stage.auxiliary.algorithm)
         if stage.evaluation is not None:
-            with _said_at(loaded, (*place, "evaluation")):
-                _check_evaluation(config, stage, stage.evaluation, summaries)
-            if warning := _too_few(stage.evaluation, config.seed):
-                warnings.warn(str(loaded.error((*place, "evaluation", "count"), warning)), stacklevel=2)
+            with _said_at(loaded, (*place, "evaluation")) as doubts:
+                doubts += _check_evaluation(config, stage, stage.evaluation, summaries)
     return summaries
 
 
 @contextmanager
-def _said_at(loaded: LoadedConfig, place: KeyPath) -> Iterator[None]:
-    """Puts file, line and key before a mistake's message."""
+def _said_at(loaded: LoadedConfig, place: KeyPath) -> Iterator[list[Doubt]]:
+    """Puts file, line and key before a mistake's message, and warns of the doubts that it was given."""
+    doubts: list[Doubt] = []
     try:
-        yield
+        yield doubts
     except UserError as error:
         raise loaded.error(place, str(error)) from error
+    for key, message in doubts:
+        warnings.warn(str(loaded.error((*place, *key), message)), stacklevel=3)
 
 
-def _check_stage(config: RunConfig, stage: StageConfig, summaries: Mapping[str, PolicySummary]) -> None:
-    summary = summaries[stage.policy]
+def _check_stage(config: RunConfig, stage: StageConfig, summaries: Mapping[str, PolicySummary]) -> list[Doubt]:
+    summary, algorithm = summaries[stage.policy], stage.algorithm
+    doubts: list[Doubt] = [(("algorithm",), doubt) for kind, _ in summary.decisions for doubt in algorithm.doubts(kind)]
     if stage.prompts is None:
-        _check_records(stage.records, config.seed, summary, stage.algorithm)
-        return
-    stage.algorithm.check_policy(summary, stage.group_size)
+        _check_records(stage.records, config.seed, summary, algorithm)
+        return doubts
+    if "scores" in dict(summary.decisions):
+        raise UserError(
+            f"prompts: policy {stage.policy!r} is a reward model and samples nothing; give `records` of `type: "
+            "preferences`."
+        )
+    algorithm.check_policy(summary, stage.group_size)
     stream = stage.prompts.build(config.seed)
-    _check_rewards(stage.rewards, summaries, summary, stream, stage.algorithm.follows_gradient)
-    summary.fit(_longest(stage.prompts, stream), summary.sampling)
+    reads = _check_rewards(stage.rewards, summaries, summary, stream, algorithm.follows_gradient)
+    longest = summary.fit(_longest(stage.prompts, stream), summary.sampling)
+    return doubts + _too_long(reads, longest, summary.sampling)
 
 
 def _check_rewards(
@@ -91,14 +102,19 @@ def _check_rewards(
     summary: PolicySummary,
     stream: PromptStream,
     follows_gradient: bool = False,
-) -> None:
-    """Of reward models that the run has yet to train, only what they score is known."""
+) -> dict[str, int | None]:
+    """By name, how many tokens of prompt and sample each reward reads.
+
+    Of reward models that the run has yet to train, only this and what they score is known.
+    """
+    reads: dict[str, int | None] = {}
     ready = {name: block for name, block in blocks.items() if block.policy is None}
     if ready:
         built = RewardSet.build(ready, "cpu")
         built.check(summary.sample_kind, stream.first(FIRST_RECORDS))
         if follows_gradient and any(block.weight != 0 for block in ready.values()):
             built.check_differentiable()
+        reads |= built.reads()
     for name, block in blocks.items():
         if block.policy is not None:
             model = summaries[block.policy]
@@ -107,6 +123,23 @@ def _check_rewards(
                     f"reward {name!r}: policy {block.policy!r} ({model.model}) is no reward model for "
                     f"{summary.sample_kind}; take one of type text_reward_model or image_text_reward_model."
                 )
+            reads[name] = model.reads
+    return reads
+
+
+def _too_long(reads: Mapping[str, int | None], prompt: int, sampling: Any) -> list[Doubt]:
+    """Of rewards that may be given more tokens than they read: a prompt of `prompt` tokens and the longest sample."""
+    new = sample_limit(sampling)
+    return [
+        (
+            ("rewards", name),
+            f"it reads at most {most} tokens, and a prompt of {prompt} with sampling.max_new_tokens: {new} can have "
+            f"{prompt + new} (by the policy's tokenizer). Longer samples are left out and counted. Lower "
+            "max_new_tokens, or take a model that reads more.",
+        )
+        for name, most in reads.items()
+        if most is not None and new and prompt + new > most
+    ]
 
 
 def _check_records(block: Any, seed: int, summary: PolicySummary, algorithm: AlgorithmSettings) -> None:
@@ -122,7 +155,7 @@ def _check_records(block: Any, seed: int, summary: PolicySummary, algorithm: Alg
 
 def _check_evaluation(
     config: RunConfig, stage: StageConfig, evaluation: EvaluationSettings, summaries: Mapping[str, PolicySummary]
-) -> None:
+) -> list[Doubt]:
     summary = summaries[stage.policy]
     if "scores" in dict(summary.decisions):
         raise UserError(
@@ -131,16 +164,19 @@ def _check_evaluation(
         )
     seeded_generator(evaluation.seed)
     stream = evaluation.prompts.build(config.seed)
-    for rewards in (stage.rewards, evaluation.rewards):
-        _check_rewards(rewards, summaries, summary, stream)
-    summary.fit(_longest(evaluation.prompts, stream), evaluation_sampling(config.policies[stage.policy], evaluation))
-
-
-def _too_few(evaluation: EvaluationSettings, seed: int) -> str:
-    available = evaluation.prompts.build(seed).size
-    if available is None or available >= evaluation.count:
-        return ""
-    return f"{evaluation.count} held-out prompts are asked for, but there are only {available}; all of them are used."
+    _check_rewards(stage.rewards, summaries, summary, stream)
+    reads = _check_rewards(evaluation.rewards, summaries, summary, stream)
+    sampling = evaluation_sampling(config.policies[stage.policy], evaluation)
+    doubts = _too_long(reads, summary.fit(_longest(evaluation.prompts, stream), sampling), sampling)
+    if stream.size is not None and stream.size < evaluation.count:
+        doubts.append(
+            (
+                ("count",),
+                f"{evaluation.count} held-out prompts are asked for, but there are only {stream.size}; all of them are "
+                "used.",
+            )
+        )
+    return doubts
 
 
 def _longest(block: Any, stream: PromptStream) -> list[Any]:

@@ -315,6 +315,8 @@ def test_a_moving_window_can_be_all_there_is() -> None:
         (PROCESSES[1], {"shift": 3.0}, "only flow models"),
         (PROCESSES[1], {"steps": 2000}, "2000"),
         (FlowProcess({}), {"window": {"steps": [9, 9]}}, r"\(9, 9\)"),  # the last transition is never stochastic
+        (FlowProcess({}), {"window": {"steps": [7, 9]}}, r"\(7, 9\)"),  # nor as a part of a window
+        (FlowProcess({}), {"window": {"steps": [8, 12]}}, r"\(8, 12\) asks for transitions that .* do not exist"),
         (FlowProcess({}), {"window": {"noise_levels": [1.5, 2]}}, "noise level"),
     ],
 )

@@ -95,6 +95,20 @@ def test_models_without_a_trained_head_of_one_output_are_refused(tmp_path) -> No
         ModelRewardConfig(model=str(classes)).build("cpu")
 
 
+def test_a_text_that_is_too_long_has_failed(tmp_path) -> None:
+    """It is no mistake of the configuration that would end the run: it is left out and counted, the others are not."""
+    policy = TextRewardModelConfig(model=str(tiny_llama(tmp_path / "base"))).build("judge", "cpu", 0)
+    policy.export(tmp_path / "judge")
+    rewards = RewardSet.build({"judge": ModelRewardConfig(model=str(tmp_path / "judge"))}, "cpu")
+    assert rewards.reads() == {"judge": 64}
+    long = Text("a " * 62, 62, False)
+    result = rewards.score([TEXTS[0], long, TEXTS[2]], PROMPTS[:1] * 3, 0)
+    assert result.valid.tolist() == [True, False, True]
+    assert result.failures == {"judge": {"too_long": 1}}
+    fits = rewards.score([Text("a " * 61, 61, False)], PROMPTS[:1], 0)  # with the prompt's three tokens 64
+    assert fits.valid.tolist() == [True]
+
+
 def test_the_model_of_an_earlier_stage_is_named_by_its_policy() -> None:
     block = ModelRewardConfig(model="policy:judge", weight=2.0)
     assert block.policy == "judge" and ModelRewardConfig(model="judge").policy is None

@@ -202,6 +202,8 @@ def test_a_wrong_block_in_a_file_is_answered_with_the_key_the_value_and_the_way_
         ({"name": "dapo"}, {"kind": "denoising"}, "no length to punish"),
         ({"name": "dapo"}, {"group_size": 1}, "group size is 1"),
         ({"name": "reinforce_plus_plus_baseline"}, {"group_size": 1}, "group size is 1"),
+        ({"name": "reward_model"}, {"kind": "tokens"}, "trains a reward model, and this policy makes tokens"),
+        ({"name": "reward_model"}, {"kind": "denoising"}, "trains a reward model, and this policy makes denoising"),
         ({"name": "drpo"}, {"kind": "denoising"}, "a density, not a probability"),
         (
             {"name": "drpo", "surrogate": {"weight": "one"}},

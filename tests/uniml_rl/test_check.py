@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from tiny_models_clip import tiny_clip
 from tiny_models_diffusion import tiny_stable_diffusion, tiny_stable_diffusion_3, tiny_wan
 from tiny_models_text import tiny_gpt2, tiny_qwen
 from toy_policy import ToyPolicy
-from toy_runs import TOY, held_out, stage, write_run
+from toy_runs import COUNT_A, TOY, held_out, stage, write_run
 from transformers import AutoModelForCausalLM
 
 from modalities.errors import UserError
@@ -389,6 +390,107 @@ def test_a_part_that_a_chain_does_not_offer_is_found(tmp_path: Path, model_of: C
             continue
         with pytest.raises(UserError, match=message):
             check_from_yaml(config)
+
+
+NO_SENSE: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "an algorithm of a window without one": (
+        "stable-diffusion-3", {}, {"algorithm": "mix_grpo"},
+        r"stages\.only: algorithm 'mix_grpo' trains a window .* sampling\.window is not set",
+    ),
+    "an algorithm of a window on tokens": (
+        "qwen", {}, {"algorithm": "flow_grpo_fast"}, r"stages\.only: algorithm 'flow_grpo_fast' trains a window",
+    ),
+    "a window that ends beyond the schedule": (
+        "stable-diffusion-3", {"sampling": {"steps": 4, "window": {"steps": [1, 5]}}}, {},
+        r"policies\.tiny: sampling\.window: \(1, 5\) asks for .* \[\(0, 1\.0\), .* \(2, 0\.6022\)\]\.",
+    ),
+    "a punishment that no sample reaches": (
+        "qwen", {}, {"algorithm": {"name": "dapo", "overlong": {"maximum": 5}}},
+        r"stages\.only: algorithm\.overlong: .* = 5 - 1 tokens .*max_new_tokens ends every sample at 4",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NO_SENSE)
+def test_what_makes_no_sense_is_refused(case: str, tmp_path: Path, model_of: Callable[[str, Path], Path]) -> None:
+    name, keys, stage_keys, message = NO_SENSE[case]
+    model_of(name, tmp_path)
+    with pytest.raises(UserError, match=message):
+        check_from_yaml(run_of(name, tmp_path, keys, **stage_keys))
+
+
+def test_what_makes_sense_is_not_refused(tmp_path: Path, model_of: Callable[[str, Path], Path]) -> None:
+    """The nearest neighbours of what is."""
+    model_of("qwen", tmp_path)
+    check_from_yaml(run_of("qwen", tmp_path, algorithm={"name": "dapo", "overlong": {"maximum": 5, "buffer": 2}}))
+    shutil.rmtree(tmp_path / "model")
+    model_of("stable-diffusion-3", tmp_path)
+    window = {"sampling": {"steps": 4, "window": {"steps": [1, 2]}}}
+    check_from_yaml(run_of("stable-diffusion-3", tmp_path, window, algorithm="mix_grpo"))
+    check_from_yaml(run_of("stable-diffusion-3", tmp_path, algorithm={"name": "mix_grpo", "needs_window": False}))
+
+
+def judged(folder: Path, **stage_keys: Any) -> Path:
+    """A run that trains a reward model of 32 positions, and then a writer by it."""
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (folder / "pairs.jsonl").write_text(json.dumps(pair))
+    first = stage(
+        folder, "judge", policy="judge", algorithm="reward_model",
+        records={"type": "preferences", "path": str(folder / "pairs.jsonl")},
+    )  # fmt: skip
+    first = {key: value for key, value in first.items() if key not in ("prompts", "group_size", "rewards")}
+    second = stage(folder, policy="tiny", prompts=letters(folder), algorithm={"name": "grpo", "kl": None})
+    second["rewards"] = {"good": {"type": "reward_model", "model": "policy:judge"}}
+    second |= stage_keys
+    model = tiny_gpt2(folder / "judge")
+    policies = {
+        "judge": {"type": "text_reward_model", "model": str(model)},
+        "tiny": {"type": "text", "model": str(folder / "model"), "sampling": {"max_new_tokens": 29}},
+    }
+    used = {name: block for name, block in policies.items() if name in (first["policy"], second["policy"])}
+    return write_run(folder, first, second, policies=used)
+
+
+def test_a_reward_that_reads_less_than_the_policy_may_write_is_said(
+    tmp_path: Path, model_of: Callable[[str, Path], Path]
+) -> None:
+    model_of("qwen", tmp_path)
+    config = judged(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_from_yaml(config)
+    message = r"stages\.only\.rewards\.good: it reads at most 32 tokens, and a prompt of 3 with .*: 30 .* 33"
+    with pytest.warns(UserWarning, match=message):
+        check_from_yaml(config, ["policies.tiny.sampling.max_new_tokens=30"])
+
+
+def test_a_reward_model_has_no_prompts(tmp_path: Path, model_of: Callable[[str, Path], Path]) -> None:
+    model_of("qwen", tmp_path)
+    with pytest.raises(UserError, match=r"stages\.only: prompts: policy 'judge' is a reward model and samples nothing"):
+        check_from_yaml(judged(tmp_path, policy="judge", algorithm="reward_model", rewards=COUNT_A))
+
+
+HARDLY_MEANT: dict[str, tuple[str, Any, str | None]] = {
+    "thousands on tokens": ("qwen", "diffusion_dpo", r"loss\.beta: 2500 on tokens"),
+    "a usual number on tokens": ("qwen", "dpo", None),
+    "a small number on denoising": ("stable-diffusion-3", "kto", r"beta: 0\.1 on denoising"),
+    "a small number on denoising, of pairs": ("stable-diffusion-3", "ipo", r"loss\.beta: 0\.1 on denoising"),
+    "a usual number on denoising": ("stable-diffusion-3", {"name": "kto", "beta": 3.0}, None),
+}
+
+
+@pytest.mark.parametrize("case", HARDLY_MEANT)
+def test_what_is_hardly_meant_is_said(case: str, tmp_path: Path, model_of: Callable[[str, Path], Path]) -> None:
+    name, algorithm, message = HARDLY_MEANT[case]
+    model_of(name, tmp_path)
+    config = run_of(name, tmp_path, algorithm=algorithm)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        check_from_yaml(config)
+    found = [str(warning.message) for warning in said if "stages.only.algorithm: " in str(warning.message)]
+    assert len(found) == (message is not None)
+    if message is not None:
+        assert re.search(rf"run\.yaml:\d+: stages\.only\.algorithm: {message}", found[0])
 
 
 def test_overrides_are_checked_too(tmp_path: Path) -> None:

@@ -18,14 +18,18 @@ from uniml_rl.algorithms.presets import PRESETS, resolve_algorithm
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
 from uniml_rl.run import train_from_yaml
 
-UNITS = {"tokens": "token", "denoising": "element_mean"}
+UNITS = {"tokens": "token", "denoising": "element_mean", "scores": "token"}
+WINDOW = {"steps": [0, 1]}
 LETTERS = "abcd"
 
 
 def takes(name: str, kind: str) -> bool:
-    """Whether the preset trains decisions of this kind."""
+    """Whether the preset trains decisions of this kind, of which only denoising ones have a window."""
+    algorithm = resolve_algorithm(name)
+    if getattr(algorithm, "needs_window", False) and kind != "denoising":
+        return False
     try:
-        resolve_algorithm(name).check(4, UNITS[kind], kind)  # type: ignore[arg-type]
+        algorithm.check(4, UNITS[kind], kind)  # type: ignore[arg-type]
     except UserError:
         return False
     return True
@@ -50,7 +54,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     sampling = {"steps": 3, "height": 16, "width": 16, "guidance_scale": 1.0}
     text = {"type": "text", "model": str(tiny_gpt2(folder / "gpt2")), "sampling": {"max_new_tokens": 4}}
     image = {"type": "image", "model": str(tiny_stable_diffusion_3(folder / "sd3")), "sampling": sampling}
+    scores = {"type": "text_reward_model", "model": text["model"], "lora": {"rank": 2}}
     return {
+        "scores": {"policy": scores, "records": {"type": "preferences", "path": str(folder / "tokens.jsonl")}},
         "tokens": {
             "policy": text | {"lora": {"rank": 2}},
             "rewards": {
@@ -80,7 +86,7 @@ def stage_of(name: str, kind: str, world: dict[str, dict[str, Any]]) -> dict[str
         "micro_batch": 4,
         "until": {"iterations": 2},
     }
-    if "rollouts" in algorithm.learns_from:
+    if "rollouts" in algorithm.learns_from and "rewards" in ours:
         block |= {"group_size": 4, "rewards": ours["rewards"], "prompts": {"type": "file", "path": ours["prompts"]}}
     else:
         block["records"] = {"type": "demonstrations", **ours["records"]}
@@ -97,7 +103,10 @@ def test_every_preset_takes_some_kind_of_policy() -> None:
 def test_a_preset_trains_from_a_file(name: str, kind: str, world: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """Two iterations change the weights, every number is finite, and the same command says that it is finished."""
     path = tmp_path / "run.yaml"
-    config = {"name": "row", "policies": {"policy": world[kind]["policy"]}, "stages": [stage_of(name, kind, world)]}
+    policy = world[kind]["policy"]
+    if getattr(resolve_algorithm(name), "needs_window", False):
+        policy = policy | {"sampling": policy["sampling"] | {"window": WINDOW}}
+    config = {"name": "row", "policies": {"policy": policy}, "stages": [stage_of(name, kind, world)]}
     path.write_text(yaml.safe_dump(config))
     train_from_yaml(path, ["checkpoint.every=1", "checkpoint.keep=9"], tmp_path / "run")
     rows = [json.loads(line)["metrics"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

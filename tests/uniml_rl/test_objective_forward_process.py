@@ -244,12 +244,19 @@ def test_a_failed_reward_and_equal_rewards_teach_nothing(world: DenoisingWorld) 
         ({"name": "diffusion_nft", "old": None}, "add an `old` block"),
         ({"name": "awm", "old": {"pull": 0.0}}, "no use for an old policy"),
         ({"name": "awm", "kl": {"estimator": "gaussian"}}, "Use prediction_mse"),
+        ({"name": "awm", "minibatches": 2}, "loss.clip: null with epochs x minibatches = 2"),
+        ({"name": "awm", "epochs": 2}, "loss.clip: null with epochs x minibatches = 2"),
         ({"name": "diffusion_nft", "advantage": {"type": "gae"}}, "a whole sample is learned from"),
     ],
 )
 def test_parts_that_contradict_each_other_are_refused(block: dict[str, Any], fragment: str) -> None:
     with pytest.raises(ValueError, match=fragment):
         resolve_algorithm(block)
+
+
+def test_several_updates_per_rollout_with_a_ratio_or_an_old_policy_are_not_refused() -> None:
+    assert resolve_algorithm({"name": "awm", "minibatches": 2, "loss": {"clip": 1.0}}).minibatches == 2
+    assert resolve_algorithm({"name": "diffusion_nft", "epochs": 2}).epochs == 2
 
 
 def test_tokens_are_refused() -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from modalities.base import LogProbUnit, PolicySummary
 from modalities.errors import UserError
 from modalities.settings import Settings
+
+
+def sample_limit(sampling: Any) -> int:
+    """The most tokens that a sample drawn with a policy's `sampling` has; 0 where it sets no such limit."""
+    return getattr(sampling, "max_new_tokens", 0)
+
 
 LearnsFrom = Literal["rollouts", "records"]
 
@@ -79,6 +85,10 @@ class AlgorithmSettings(Settings):
                 f"algorithm {self.name!r} learns from samples that one model makes by itself; this policy "
                 f"({policy.model}) makes them in {len(policy.decisions)} segments. Train its parts."
             )
+
+    def doubts(self, kind: str) -> list[str]:
+        """What is allowed, and hardly meant for decisions of this kind."""
+        return []
 
     def check_labels(self, labels: Set[float]) -> None:
         """Raises UserError if records whose samples have these labels (1 good, 0 bad) alone teach nothing."""

@@ -67,6 +67,23 @@ class SquareLoss(Settings):
         return (margin - 1 / (2 * self.beta)).square()
 
 
+def _doubts_of_beta(key: str, beta: float, kind: str) -> list[str]:
+    """The log-ratio that beta multiplies is a sum of nats on tokens, and a small difference of errors on denoising."""
+    if kind == "tokens" and beta > 10:
+        return [
+            f"{key}: {beta:g} on tokens, whose log-ratios are sums of nats: a pair teaches nothing beyond a margin of "
+            f"about 1 / beta = {1 / beta:.1g}, so the policy stays at its reference. 0.1 is usual; thousands are for "
+            "denoising models, whose log-ratios are far smaller."
+        ]
+    if kind == "denoising" and beta < 1:
+        return [
+            f"{key}: {beta:g} on denoising steps, whose log-ratios are differences of mean squared errors, far below "
+            f"1: the reference pulls back only from about 1 / beta = {1 / beta:g} on, so nothing holds the policy. "
+            "kto wants about 3 or more, pairs 2500 (diffusion_dpo)."
+        ]
+    return []
+
+
 PreferenceLoss = Annotated[LogisticLoss | SquareLoss, Field(discriminator="type")]
 
 
@@ -83,6 +100,8 @@ class PreferenceSettings(AlgorithmSettings):
     """The loss of a pair."""
     reference_free: bool = False
     """Compare the log-probs (a reward model's scores) themselves, without those of a reference."""
+    scores_only: bool = False
+    """Refuse a policy that is no reward model."""
     forward: ForwardProcessSettings = ForwardProcessSettings()
     """For denoising models: at which times of the forward process they are scored. Tokens do not read it."""
 
@@ -90,8 +109,16 @@ class PreferenceSettings(AlgorithmSettings):
     def compares_groups(self) -> bool:
         return True
 
+    def doubts(self, kind: str) -> list[str]:
+        return _doubts_of_beta("loss.beta", self.loss.beta, kind)
+
     def check(self, group_size: int | None, log_prob_unit: LogProbUnit | None = None, kind: str | None = None) -> None:
         super().check(group_size, log_prob_unit, kind)
+        if self.scores_only and kind not in (None, "scores"):
+            raise UserError(
+                f"algorithm {self.name!r} trains a reward model, and this policy makes {kind}. Take a policy of type "
+                "text_reward_model or image_text_reward_model; or algorithm: dpo, which prefers samples themselves."
+            )
         if kind == "scores" and not self.reference_free:
             raise UserError(
                 f"algorithm {self.name!r} pulls to a reference, and the scores of a reward model have none. Use "
@@ -120,6 +147,9 @@ class KTOSettings(AlgorithmSettings):
     @property
     def compares_groups(self) -> bool:
         return self.desirable_above == "group_mean"
+
+    def doubts(self, kind: str) -> list[str]:
+        return _doubts_of_beta("beta", self.beta, kind)
 
     def check_labels(self, labels: Set[float]) -> None:
         if self.desirable_above != "group_mean" and not 0 <= self.desirable_above < 1:

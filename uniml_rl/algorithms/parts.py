@@ -222,8 +222,28 @@ class OverlongSettings(Settings):
 
     def penalty(self, lengths: Tensor, limit: int) -> Tensor:
         """[B] float32 for lengths [B] in tokens; `limit` stands in for a maximum that is not given."""
+        return overlong_penalty(lengths, *self._range(limit), self.factor)
+
+    def check(self, limit: int) -> None:
+        """Raises UserError if no sample of a policy whose samples have `limit` tokens at most (0: not known) would be
+        punished."""
+        maximum, buffer = self._range(limit)
+        if not maximum:
+            raise UserError(
+                "algorithm.overlong.maximum: the policy has no sampling.max_new_tokens to take it from; give the "
+                "length from which the whole factor is taken."
+            )
+        if 0 < limit <= maximum - buffer:
+            raise UserError(
+                f"algorithm.overlong: only samples of more than maximum - buffer = {maximum} - {buffer} tokens are "
+                f"punished, and sampling.max_new_tokens ends every sample at {limit}: nothing ever would be. Lower "
+                "maximum (null takes max_new_tokens), or let the policy write longer samples."
+            )
+
+    def _range(self, limit: int) -> tuple[int, int]:
+        """Maximum and buffer in tokens."""
         maximum = self.maximum or limit
-        return overlong_penalty(lengths, maximum, self.buffer or max(1, round(maximum / 5)), self.factor)
+        return maximum, self.buffer or max(1, round(maximum / 5))
 
 
 class ReplaySettings(Settings):

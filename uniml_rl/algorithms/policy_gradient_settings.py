@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 
-from modalities.base import LogProbUnit, Need, Policy, PolicySummary
+from modalities.base import LogProbUnit, Need, PolicySummary
 from modalities.errors import UserError
 from uniml_rl.algorithms.advantage_settings import AdvantageSettings, GroupAdvantage
-from uniml_rl.algorithms.algorithm import AlgorithmSettings
+from uniml_rl.algorithms.algorithm import AlgorithmSettings, sample_limit
 from uniml_rl.algorithms.parts import (
     AggregationSettings,
     DynamicSampling,
@@ -54,6 +54,9 @@ class PolicyGradientSettings(AlgorithmSettings):
     """Recent rollouts beside the new one; null: none."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
+    needs_window: bool = False
+    """Refuse a policy whose `sampling` has no window of trained transitions. It is what defines mix_grpo and
+    flow_grpo_fast; without one they are flow_grpo with other numbers."""
     replay_check: Literal["error", "warn", "off"] = "error"
     """What happens if replay and rollout disagree before the first update."""
     replay_tolerance: float | None = Field(default=None, gt=0)
@@ -170,11 +173,14 @@ class PolicyGradientSettings(AlgorithmSettings):
                     f"algorithm.{part}: reads {', '.join(sorted(missing))} of every decision, and this policy "
                     f"({policy.model}) gives only {', '.join(sorted(policy.offers))}. Leave this part out."
                 )
-        if self.overlong is not None and self.overlong.maximum is None and not limit_of(policy):
+        if self.needs_window and not policy.windowed:
             raise UserError(
-                f"algorithm.overlong.maximum: this policy ({policy.model}) has no sampling.max_new_tokens to take it "
-                "from; give the length from which the whole factor is taken."
+                f"algorithm {self.name!r} trains a window of the transitions, and the policy's sampling.window is not "
+                "set: every transition would be trained. Give it in the policy's block, such as `window: {moving: "
+                "{size: 4}}` or `window: {steps: [0, 1]}`; or take algorithm: flow_grpo, or needs_window: false."
             )
+        if self.overlong is not None:
+            self.overlong.check(sample_limit(policy.sampling))
 
     def _check_sampler(self, unit: LogProbUnit | None) -> None:
         """Raises UserError if the sampler's log-probs do not exist, or are not what the KL is made of."""
@@ -190,11 +196,6 @@ class PolicyGradientSettings(AlgorithmSettings):
                 "sampling.sampler are not: they lack the factor 1 / (2 s^2), which differs from step to step, so their "
                 "balance would too. Use sampling.sampler.log_prob: gaussian, or estimator: prediction_mse."
             )
-
-
-def limit_of(policy: Policy | PolicySummary) -> int:
-    """The most tokens that a sample has, 0 where the policy's sampling sets no such limit."""
-    return getattr(policy.sampling, "max_new_tokens", 0)
 
 
 _REPLAY_TOLERANCES: dict[LogProbUnit, dict[torch.dtype, float]] = {

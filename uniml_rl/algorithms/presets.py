@@ -132,6 +132,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "objective": "preference",
         "loss": {"type": "logistic", "beta": 1.0},
         "reference_free": True,
+        "scores_only": True,
     },
     # Xu et al. 2023: docs/algorithms/refl.md
     "refl": {"objective": "reward_gradient", "gradient": {"type": "early_clean"}},
@@ -153,6 +154,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "surrogate": {"type": "ppo_clip", "low": 1e-5},
         "aggregation": {"mode": "token_mean"},
         "minibatches": 2,
+        "needs_window": True,
     },
     # Xue et al. 2025 (DanceGRPO), with the sampler dance_sde: docs/algorithms/dance_grpo.md
     "dance_grpo": {
@@ -174,6 +176,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "surrogate": {"type": "ppo_clip"},
         "aggregation": {"mode": "token_mean"},
         "minibatches": 4,
+        "needs_window": True,
     },
     # Wang et al. 2025 (GRPO-Guard): docs/algorithms/grpo_guard.md
     "grpo_guard": {

@@ -16,7 +16,8 @@ from modalities.trajectories import select
 from rewards.combine import RewardResult, RewardSet
 from uniml_rl.algorithms.advantages import groups_with_signal
 from uniml_rl.algorithms.aggregation import aggregate
-from uniml_rl.algorithms.policy_gradient_settings import PolicyGradientSettings, limit_of, replay_tolerance
+from uniml_rl.algorithms.algorithm import sample_limit
+from uniml_rl.algorithms.policy_gradient_settings import PolicyGradientSettings, replay_tolerance
 from uniml_rl.algorithms.surrogate import SurrogateInputs, log_ratio, sequence_log_ratio
 from uniml_rl.algorithms.value import clipped_value_loss
 from uniml_rl.engines.base import PRECISIONS, Engine
@@ -122,7 +123,7 @@ class PolicyGradientObjective(Objective):
         if self.settings.overlong is not None:
             last = trajectory.segments[-1]
             lengths = (last.length_mask & ~last.context_mask).sum(1)
-            penalties = self.settings.overlong.penalty(lengths, limit_of(policy))
+            penalties = self.settings.overlong.penalty(lengths, sample_limit(policy.sampling))
             metrics.mean("reward/overlong_penalty", penalties, mask=result.valid)
             totals = totals - penalties
         for index, (segment, experience) in enumerate(zip(trajectory.segments, segments, strict=True)):

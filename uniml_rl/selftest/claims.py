@@ -239,7 +239,14 @@ ROWS: tuple[Row, ...] = (
         parts={"forward": {"times": "sampling_grid"}},
         learning_rate=0.2,
     ),
-    Row("tokens", "reward_model", Preferred("logistic", 1.0, from_reference=False), 0.1, data="preferences"),
+    Row(
+        "tokens",
+        "reward_model",
+        Preferred("logistic", 1.0, from_reference=False),
+        0.1,
+        data="preferences",
+        parts={"scores_only": False},  # a sample's score is its log-prob
+    ),
     Row(
         "tokens",
         "dpo",
