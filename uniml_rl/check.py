@@ -203,8 +203,8 @@ def check_from_yaml(path: str | Path, overrides: Sequence[str] = ()) -> None:
     for index, stage in enumerate(config.stages):
         sizes = estimate(config, index, summaries, _longest_prompt(config, stage, summaries[stage.policy]))
         console.print(
-            f"stage {index} [bold]{stage.name}[/]: {stage.algorithm.name} on {stage.policy}, {_learns_from(stage)}; "
-            f"ends at {stage.until.in_words()}"
+            f"stage {index + 1} [bold]{stage.name}[/]: {stage.algorithm.name} on {stage.policy}, {_learns_from(stage)}"
+            f"; ends at {stage.until.in_words()}"
         )
         unknown = "" if summaries[stage.policy].rows else "; cache and activations of this policy are not known"
         console.print(f"  memory about {in_words(sizes['peak'])}: {describe(sizes)}{unknown}")

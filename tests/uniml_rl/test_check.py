@@ -42,7 +42,7 @@ def test_a_valid_configuration_is_described(tmp_path: Path, capsys: pytest.Captu
     check_from_yaml(config)
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "stage 1 two: grpo on letters, 2 prompts x 3 samples = 6 per iteration, rewards a; ends at 2 iterations" in said
+        "stage 2 two: grpo on letters, 2 prompts x 3 samples = 6 per iteration, rewards a; ends at 2 iterations" in said
     )
     assert "the configuration is valid" in said
     assert "100.00%" in said
@@ -220,6 +220,29 @@ def test_given_texts_that_do_not_fit_are_found_wherever_they_stand(type_: str, t
     model = str(tiny_gpt2(tmp_path / "model"))
     config = write_run(tmp_path, block, policies={"tiny": {"type": type_, "model": model}})
     with pytest.raises(UserError, match=r"stages\.only: .*prompt 30 .*42"):
+        check_from_yaml(config)
+
+
+@pytest.mark.parametrize("place", range(9))
+def test_each_of_the_first_eight_pictures_is_decoded(
+    place: int, tmp_path: Path, model_of: Callable[[str, Path], Path]
+) -> None:
+    model_of("stable-diffusion", tmp_path)
+    rows = []
+    for number in range(9):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+        rows.append({"prompt": "a", "image": f"{number}.png"})
+    (tmp_path / "pictures.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    records = {"type": "demonstrations", "kind": "image", "path": str(tmp_path / "pictures.jsonl")}
+    block = stage(tmp_path, policy="tiny", algorithm="sft", records=records)
+    block = {key: value for key, value in block.items() if key not in ("prompts", "group_size", "rewards")}
+    config = write_run(tmp_path, block, policies={"tiny": {"type": "image", "model": str(tmp_path / "model")}})
+    check_from_yaml(config)
+    (tmp_path / f"{place}.png").write_bytes(b"noise")
+    if place == 8:
+        check_from_yaml(config)
+        return
+    with pytest.raises(UserError, match=rf"stages\.only: .*{place}\.png' is no image that can be decoded"):
         check_from_yaml(config)
 
 

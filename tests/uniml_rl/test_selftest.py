@@ -389,6 +389,23 @@ def test_the_selftest_says_which_rows_failed(
     assert "E[r] - 0.25 KL" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("width", ["80", "120"])
+def test_nothing_of_the_table_is_cut_on_a_narrow_terminal(
+    width: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    monkeypatch.setattr(report, "check", lambda row, seeds: report.Outcome(row, [row.bound], 1.0))
+    report.selftest([], 5, None)
+    table, legend = capsys.readouterr().out.split("measured: ")
+    assert "…" not in table and "0.120" in table
+    cells = [line.strip("│").split("│")[:2] for line in table.splitlines() if line.startswith("│")]
+    names, claims = ("".join(column).replace(" ", "") for column in zip(*cells, strict=True))
+    for row in ROWS:
+        assert row.name.replace(" ", "") in names
+        assert row.claim.replace(" ", "").replace("_", "") in claims
+    assert "share of what is possible" in " ".join(legend.split()) and "worst of 5 seeds" in legend
+
+
 def test_the_policies_replay_what_they_rolled_out() -> None:
     for problem in (TokenProblem(), DenoisingProblem()):
         policy = problem.policy()
