@@ -59,7 +59,7 @@ class MortalConfig(RewardConfig):
 
 
 class Mortal(Surprise):
-    """DIE_AT, FAIL_AT, HANG_AT, STOP_AT and STOP_LAUNCHER_AT are `<rank> <call>`."""
+    """DIE_AT, FAIL_AT, HANG_AT, FULL_AT, STOP_AT and STOP_LAUNCHER_AT are `<rank> <call>`."""
 
     calls = 0
 
@@ -73,6 +73,9 @@ class Mortal(Surprise):
         if os.environ.get("STOP_LAUNCHER_AT") == here:
             os.kill(os.getppid(), signal.SIGTERM)
             time.sleep(2)  # the launcher passes it on
+        if os.environ.get("FULL_AT") == here:
+            save, full = torch.save, Path("/dev/full").open("wb")
+            torch.save = lambda state, *_: save(state, full)
         if os.environ.get("HANG_AT") == here:
             time.sleep(600)
         if os.environ.get("FAIL_AT") == here:

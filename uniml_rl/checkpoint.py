@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from modalities.errors import UserError
+from uniml_rl.full_disk import first_line, is_full_disk
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -164,7 +165,9 @@ class CheckpointStore:
             meet()
             if not aside.is_dir():
                 raise UserError(f"rank {rank} does not see {aside}: a run's folder must be one that all nodes share.")
-            torch.save(state if rank == 0 else _own_part(state), aside / _state_file(rank))
+            # A handle, because torch's own file does not say why it could not be written.
+            with (aside / _state_file(rank)).open("wb") as handle:
+                torch.save(state if rank == 0 else _own_part(state), handle)
             _flush(aside / _state_file(rank))
             if rank == 0:
                 _save_weights(weights, aside)
@@ -172,11 +175,14 @@ class CheckpointStore:
             if rank == 0:
                 self._finish(aside, final, replaced, {"iteration": iteration, **about})
             meet()
-        except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)
+        except Exception as error:
+            if rank == 0:  # another rank cannot know whether this one still writes
+                shutil.rmtree(aside, ignore_errors=True)
+            if not isinstance(error, OSError) and not is_full_disk(error):
+                raise
             raise UserError(
-                f"checkpoint {final} could not be written ({error.strerror or error}); the last good one is kept. "
-                "Free disk space and run the same command again."
+                f"checkpoint {final} could not be written ({first_line(error)}); the last good one is kept. Free disk "
+                "space and run the same command again."
             ) from error
         if rank == 0:
             self._remove_old(replaced)

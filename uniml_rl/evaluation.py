@@ -50,7 +50,8 @@ class Evaluation:
             "samples": [_as_plain(sample) for sample in self.samples],
             "scores": self.scores,
         }
-        torch.save(record, aside)
+        with aside.open("wb") as handle:
+            torch.save(record, handle)
         os.replace(aside, path)
 
     @classmethod

@@ -16,6 +16,7 @@ from uniml_rl.checkpoint import environment_changes, locked
 from uniml_rl.config import LoadedConfig, difference, load_yaml, resolved_dump, validate
 from uniml_rl.curriculum import Curriculum
 from uniml_rl.engines.ranks import ending_together, launched
+from uniml_rl.full_disk import full_disk_is_a_mistake
 from uniml_rl.monitor.progress import Progress
 from uniml_rl.monitor.report import write_report
 from uniml_rl.monitor.writer import MetricsWriter
@@ -43,7 +44,8 @@ def train_from_yaml(
         with locked(run_folder) if launch.rank == 0 else nullcontext():
             if launch.rank == 0:
                 _compare(run_folder, config, str(path))
-            train(config, loaded, run_folder, stop)
+            with full_disk_is_a_mistake(run_folder):
+                train(config, loaded, run_folder, stop)
 
 
 def train(config: RunConfig, loaded: LoadedConfig, folder: Path, stop: Stop | None = None) -> None:

@@ -52,7 +52,7 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes the signals of this process, which must be in its main thread.
+        """Takes the signals of this process, which must be in its main thread, and keeps them if there was one.
 
         Python calls a signal's handler in the main thread once that is back from what it waits for; a thread of its own
         sees to it that a second signal ends a process that is not.
@@ -69,9 +69,10 @@ class Stop:
         finally:
             self._listens = False
             signal.set_wakeup_fd(wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
             writing.close()
+            if not self.signal:  # else a launcher may repeat it until the process has ended, which is about to
+                for number, handler in before.items():
+                    signal.signal(number, handler)
 
     def _keep(self, number: int, frame: FrameType | None) -> None:
         first, self.signal = not self.signal, self.signal or signal.Signals(number).name

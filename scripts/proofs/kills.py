@@ -1,41 +1,137 @@
 """Kills runs at random moments and compares their ends with an uninterrupted run's, bit for bit.
 
     python scripts/proofs/kills.py configs/quickstart.yaml --kills 20 --runs runs/kills
+    python scripts/proofs/kills.py scripts/proofs/kills.yaml --ranks 2 --kills 20 --runs runs/rank-kills
 
-Every process is killed with SIGKILL after a random share of the time that the uninterrupted run took, imports and the
-loading of models included, so kills fall before the first checkpoint, into rollouts, updates, writes and evaluations. A
-run that reaches its end is compared, and the next one begins.
+Every kill comes after a random share of the time that the uninterrupted run took, imports and the loading of models
+included, so kills fall before the first checkpoint, into rollouts, updates, writes and evaluations. The same command
+follows until a run reaches its end; that is compared, and the next run begins.
+
+With several ranks one of them, drawn at random, gets the signal: SIGKILL or SIGTERM, and some of the jobs run under
+`torchrun --max-restarts 3`, which goes on by itself. There, SIGTERM goes to torchrun. All ranks must have ended within
+a minute. What is printed is a table.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import random
+import re
+import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
+from uniml_rl.engines.endings import REQUEUE
 
 VOLATILE = ("time/", "throughput/", "memory/")
+LIMIT, LAUNCHER_STEPS_IN = 60.0, 20.0
+"""Seconds: in which all ranks must have ended, and after which the ones that have not met yet are ended, as srun and
+torchrun do: a rank that never met another one cannot miss it."""
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
+KINDS = [(KILL, False), (KILL, True), (TERM, False), (KILL, False), (KILL, False), (TERM, True), (KILL, False)]
+"""Signals in turn, and whether the job runs under torchrun."""
 
 
-def start(config: str, overrides: list[str], folder: Path) -> subprocess.Popen[bytes]:
-    """The training command in a process of its own."""
-    command = [sys.executable, "-m", "uniml_rl", "train", config, *overrides, "--folder", str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+class Job:
+    """The training command, in one process or several."""
+
+    def __init__(self, command: list[str], log: Path, ranks: int = 1, torchrun: bool = False) -> None:
+        self.log, self.ranks, self.torchrun = log, ranks, torchrun
+        with log.open("w") as output, socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+
+            def start(*launcher: str, **more: str) -> subprocess.Popen[bytes]:
+                line = [sys.executable, *launcher, *command]
+                return subprocess.Popen(line, stdout=output, stderr=output, env=os.environ | more)
+
+            if torchrun:
+                launcher = "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "3"
+                self.processes = [start("-m", "torch.distributed.run", *launcher)]
+            elif ranks == 1:
+                self.processes = [start()]
+            else:
+                world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+                self.processes = [start(**world, RANK=str(r), LOCAL_RANK=str(r)) for r in range(ranks)]
+
+    def workers(self) -> dict[int, int]:
+        """The process of each rank; fewer while torchrun starts."""
+        if not self.torchrun:
+            return {rank: process.pid for rank, process in enumerate(self.processes)}
+        children = Path(f"/proc/{self.processes[0].pid}/task/{self.processes[0].pid}/children").read_text().split()
+        ranks = {pid: re.search(rb"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes()) for pid in children}
+        return {int(rank[1]): int(pid) for pid, rank in ranks.items() if rank}
+
+    def wait(self, seconds: float | None) -> bool:
+        """Whether everything has ended in the time."""
+        until = time.monotonic() + (seconds or 1e9)
+        while time.monotonic() < until:
+            if all(process.poll() is not None for process in self.processes):
+                return True
+            time.sleep(0.05)
+        return False
+
+    @property
+    def codes(self) -> list[int | None]:
+        """The exit codes."""
+        return [process.returncode for process in self.processes]
+
+    def succeeded(self) -> bool:
+        """Whether the run, which has ended, is finished. Ends this script if it failed by itself."""
+        if any(self.codes):
+            raise SystemExit(f"training failed with {self.codes}:\n{self.log.read_text()[-3000:]}")
+        return True
 
 
-def finish(config: str, overrides: list[str], folder: Path) -> float:
-    """Runs the command to its end; the seconds that it took."""
-    started = time.perf_counter()
-    if start(config, overrides, folder).wait() != 0:
-        raise SystemExit(f"training into {folder} failed.")
-    return time.perf_counter() - started
+@dataclass(frozen=True)
+class Killed:
+    """What one signal did."""
+
+    rank: int
+    phase: str  # of the rank that got it
+    seconds: float  # until all ranks had ended
+    reason: str  # as printed
+
+
+def deliver(job: Job, number: signal.Signals, chance: random.Random) -> Killed:
+    """Sends the signal to one rank (or SIGTERM to torchrun) and waits until all are gone, or torchrun has replaced
+    them."""
+    while len(workers := job.workers()) < job.ranks:
+        time.sleep(0.05)
+    rank = chance.randrange(job.ranks)
+    os.kill(job.processes[0].pid if job.torchrun and number == TERM else workers[rank], number)
+    sent = time.monotonic()
+    ended, again = False, LAUNCHER_STEPS_IN
+    while not ended and time.monotonic() - sent < LIMIT:
+        ended = not any(map(_alive, workers.values())) if job.torchrun and number == KILL else job.wait(0.2)
+        if not ended and not job.torchrun and time.monotonic() - sent > again:
+            again += 5  # the second one ends also a process that waits for the others to come
+            for process in job.processes:
+                process.terminate()
+    seconds, said = time.monotonic() - sent, job.log.read_text()
+    if not ended:
+        raise SystemExit(f"after {LIMIT:.0f} s not all ranks had ended:\n{said[-3000:]}")
+    where = re.findall(rf"^  rank {rank}: (.*?) for \d+ s", said, re.MULTILINE)
+    reasons = re.findall(r"^(?:Error|Stopped).*", said, re.MULTILINE)
+    return Killed(rank, where[-1] if where else "", seconds, reasons[-1] if reasons else "")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def rows(folder: Path) -> list[tuple[str, int, dict[str, float]]]:
@@ -63,42 +159,74 @@ def differences(folder: Path, other: Path) -> list[str]:
     return found
 
 
+def interrupted(
+    command: list[str],
+    folder: Path,
+    duration: float,
+    kinds: Iterator[tuple[signal.Signals, bool]],
+    left: int,
+    ranks: int,
+    chance: random.Random,
+) -> int:
+    """Trains with kills, at most `left` of them, to the end; how many there were. Prints a row for each."""
+    kills = 0
+    while True:
+        number, torchrun = next(kinds) if kills < left else (KILL, False)
+        job = Job(command, folder.with_suffix(f".{kills}.log"), ranks, torchrun and ranks > 1)
+        seconds = chance.uniform(0, duration) if kills < left else None
+        if job.wait(seconds) and job.succeeded():
+            return kills
+        killed = deliver(job, number, chance)
+        kills += 1
+        newest = CheckpointStore(folder / "checkpoints", keep=1).latest()
+        target = "torchrun" if job.torchrun and number == TERM else f"rank {killed.rank}"
+        print(
+            f"| {folder.name} | {number.name} to {target}{' under torchrun' * job.torchrun} | {seconds:.1f} | "
+            f"{killed.phase or '-'} | {killed.seconds:.1f} | {', '.join(map(str, job.codes))} | "
+            f"{newest.name.removeprefix('iteration-').lstrip('0') if newest else '-'} | {killed.reason[:90]} |",
+            flush=True,
+        )
+        if number == TERM and not job.torchrun and killed.phase and set(job.codes) != {REQUEUE}:
+            raise SystemExit(f"SIGTERM ended with {job.codes}")
+        if job.torchrun and number == KILL and job.wait(None) and job.succeeded():
+            return kills
+
+
 def main() -> None:
     """Trains once without interruption, then with kills until there were enough."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", help="key=value")
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=Path, default=Path("runs/kills"), help="an empty folder")
     arguments = parser.parse_args()
     if arguments.runs.exists():
         raise SystemExit(f"{arguments.runs} exists; name an empty folder.")
-    chance = random.Random(arguments.seed)
-    whole = arguments.runs / "whole"
-    duration = finish(arguments.config, arguments.overrides, whole)
-    print(f"uninterrupted: {duration:.0f} s", flush=True)
-    kills, runs, different = 0, 1, 0
-    while True:
-        folder = arguments.runs / f"killed-{runs}"
-        process = start(arguments.config, arguments.overrides, folder)
-        seconds = chance.uniform(0, duration) if kills < arguments.kills else None
-        try:
-            if process.wait(seconds) != 0:
-                raise SystemExit(f"training into {folder} failed.")
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            kills += 1
-            latest = CheckpointStore(folder / "checkpoints", keep=1).latest()
-            print(f"kill {kills}: after {seconds:.1f} s, newest checkpoint {latest and latest.name}", flush=True)
-            continue
+    arguments.runs.mkdir(parents=True)
+    chance, kinds = random.Random(arguments.seed), itertools.cycle(KINDS if arguments.ranks > 1 else [(KILL, False)])
+    command = ["-m", "uniml_rl", "train", arguments.config, *arguments.overrides, "--folder"]
+    whole, started = arguments.runs / "whole", time.perf_counter()
+    job = Job([*command, str(whole)], arguments.runs / "whole.log", arguments.ranks)
+    job.wait(None)
+    job.succeeded()
+    duration = time.perf_counter() - started
+    print(f"uninterrupted: {duration:.0f} s\n", flush=True)
+    print("| run | signal | after s | what the rank was doing | all ended in s | exit codes | checkpoint | message |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    kills, ends = 0, list[str]()
+    for run in itertools.count(1):
+        folder = arguments.runs / f"run-{run}"
+        kills += interrupted(
+            [*command, str(folder)], folder, duration, kinds, arguments.kills - kills, arguments.ranks, chance
+        )
         found = differences(folder, whole)
-        different += bool(found)
-        print(f"{folder.name}: {'DIFFERENT: ' + ', '.join(found) if found else 'equal bit for bit'}", flush=True)
+        ends.append(f"{folder.name}: {'DIFFERENT: ' + ', '.join(found) if found else 'equal bit for bit'}")
         if kills >= arguments.kills:
-            raise SystemExit(different > 0)
-        runs += 1
+            break
+    print("\n" + "\n".join(ends))
+    raise SystemExit(any("DIFFERENT" in end for end in ends))
 
 
 if __name__ == "__main__":

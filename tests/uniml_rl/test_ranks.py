@@ -201,6 +201,14 @@ def test_a_time_out_says_where_every_rank_is(folder: Path) -> None:
     assert "it was in reward (stage first, iteration 2), in " in hanging
 
 
+def test_a_disk_that_is_full_for_one_rank_ends_all_with_its_message_and_the_last_checkpoint(folder: Path) -> None:
+    (code, _, said), (other_code, _, other_said) = ends(start_pair(train_command(folder, run="full"), FULL_AT="1 3"))
+    assert (code, other_code) == (2, 2)
+    assert re.search(r"Error: checkpoint .*iteration-000004 could not be written .*last good one is kept", other_said)
+    assert "Error" not in said
+    assert [path.name for path in (folder / "full" / "checkpoints").iterdir()] == ["iteration-000002"]
+
+
 ENGINE = """
 import os, signal, time, torch
 from uniml_rl.engines.ranks import ending_together, launched

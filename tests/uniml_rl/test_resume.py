@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from modalities.errors import UserError
-from uniml_rl import checkpoint
+from uniml_rl import checkpoint, curriculum
 from uniml_rl.engines.torch_engine import TorchEngine
+from uniml_rl.evaluation import Evaluation
+from uniml_rl.monitor.writer import MetricsWriter
 from uniml_rl.run import train_from_yaml
 
 CONFIG = """
@@ -184,15 +187,53 @@ def test_a_damaged_checkpoint_is_named(uninterrupted: Path) -> None:
         weights.write_bytes(good)
 
 
-def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def full(*args: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def full_for_safetensors(*args: object) -> None:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def save_to_full_disk(*args: object) -> None:
+    with open("/dev/full", "wb") as handle:
+        SAVE(torch.ones(9999), handle)
+
+
+def save_to_full_disk_by_name(*args: object) -> None:
+    SAVE(torch.ones(9999), "/dev/full")
+
+
+SAVE = torch.save
+FULL = {
+    "a system call": (checkpoint, "sync_folder", full),
+    "torch": (torch, "save", save_to_full_disk),
+    "torch by name": (torch, "save", save_to_full_disk_by_name),
+    "safetensors": (checkpoint, "save_file", full_for_safetensors),
+}
+
+
+@pytest.mark.parametrize("who", FULL)
+def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str) -> None:
     store = checkpoint.CheckpointStore(tmp_path, keep=1)
     good = store.save(1, {"policy": {"w": torch.ones(2)}}, {}, {})
-
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "sync_folder", full)
-    with pytest.raises(UserError, match="No space left on device"):
-        store.save(2, {"policy": {"w": torch.ones(2)}}, {}, {})
-    assert store.complete() == [good]
+    with monkeypatch.context() as patch:
+        patch.setattr(*FULL[who])
+        with pytest.raises(UserError, match=r"iteration-000002 could not be written(?s:.*)Free disk space"):
+            store.save(2, {"policy": {"w": torch.ones(2)}}, {}, {})
+    assert list(tmp_path.iterdir()) == [good]
     assert torch.equal(checkpoint.load_checkpoint(good).weights["policy"]["w"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [(Evaluation, "save"), (MetricsWriter, "write"), (curriculum, "export_policy")]
+)
+def test_a_disk_that_is_full_for_anything_else_ends_the_run_with_one_message(
+    config: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: object, name: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, full)
+        with pytest.raises(UserError, match=r"the disk of .*run is full \(No space left on device\)"):
+            train_from_yaml(config, [], tmp_path / "run")
+    train_from_yaml(config, [], tmp_path / "run")
+    assert_same_run(tmp_path / "run", uninterrupted)

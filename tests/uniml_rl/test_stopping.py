@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,15 @@ from uniml_rl.engines.endings import StoppedError
 from uniml_rl.engines.torch_engine import TorchEngine
 from uniml_rl.evaluation import Evaluator
 from uniml_rl.run import train_from_yaml
-from uniml_rl.stopping import Stop
+from uniml_rl.stopping import SIGNALS, Stop
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +108,7 @@ def test_a_stopped_run_has_saved_what_it_did_and_ends_like_an_uninterrupted_one(
 
 
 def test_signals_are_the_process_s_own_again_afterwards() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     stop = Stop()
     with stop.listening():
         reading, writing = os.pipe()
@@ -111,7 +120,7 @@ def test_signals_are_the_process_s_own_again_afterwards() -> None:
         os.read(reading, 1)
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
     assert stop.signal == ""
 
 
