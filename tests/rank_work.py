@@ -74,13 +74,17 @@ class Mortal(Surprise):
             os.kill(os.getppid(), signal.SIGTERM)
             time.sleep(2)  # the launcher passes it on
         if os.environ.get("FULL_AT") == here:
-            save, full = torch.save, Path("/dev/full").open("wb")
-            torch.save = lambda state, *_: save(state, full)
+            torch.save = _save_to_full_disk
         if os.environ.get("HANG_AT") == here:
             time.sleep(600)
         if os.environ.get("FAIL_AT") == here:
             raise UserError("this rank cannot go on.")
         return super().score(samples, prompts)
+
+
+def _save_to_full_disk(state: object, handle: object) -> None:
+    with open("/dev/full", "wb") as full:
+        full.write(b"state")
 
 
 # -- one process and two ranks ---------------------------------------------------------------------------------------

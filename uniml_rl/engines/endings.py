@@ -5,8 +5,9 @@ MISTAKE, INTERRUPTED, REQUEUE = 2, 130, 75
 EX_TEMPFAIL of sysexits.h). A bug and a lost rank are 1."""
 
 
-class StoppedError(Exception):
-    """A signal told the run to stop, and it can be continued."""
+class StoppedError(BaseException):
+    """A signal told the run to stop, and it can be continued. Like KeyboardInterrupt it may be raised anywhere, and no
+    library's `except Exception` shall take it for a failure of its own."""
 
 
 class LostRankError(Exception):
