@@ -13,6 +13,7 @@ import torch
 from modalities.base import Policy
 from modalities.critic import Critic, ValueHead
 from modalities.errors import UserError
+from uniml_rl.alike import check_alike
 from uniml_rl.build import (
     CRITIC,
     EXPORTS,
@@ -295,6 +296,8 @@ class Curriculum:
         if critic is not None and config.critic is not None:
             optimizers[CRITIC] = (critic.trainable_modules(), config.critic.optimizer)
         self.engine.attach(optimizers)
+        read = [each.state_dict() for each in (source, auxiliary) if each]
+        check_alike(self.engine, f"the data of stage {config.name!r}", repr(read))
         trainer = Trainer(policy, source, rewards, objective, self.engine, config, index, seed, auxiliary)
         stage = OpenStage(config, policy, critic, trainer, rewards, self._evaluator(config, policy, rewards, index))
         if self._restored is not None and self.position.iteration > 0:

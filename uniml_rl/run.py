@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from modalities.errors import UserError
+from uniml_rl.alike import check_alike
 from uniml_rl.build import RunConfig
 from uniml_rl.check import preflight
 from uniml_rl.checkpoint import environment_changes, locked
@@ -53,6 +54,7 @@ def train(config: RunConfig, loaded: LoadedConfig, folder: Path, stop: Stop | No
     console, stop = Console(), stop or Stop()
     engine = config.engine.build()
     check_shares(config, loaded, engine.world_size)
+    check_alike(engine, "the configuration", resolved_dump(config))
     leads = engine.leads
     writer = MetricsWriter(folder) if leads else None
     with Progress(console, quiet=not leads) as progress:

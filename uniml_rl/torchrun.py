@@ -2,8 +2,8 @@
 
     python -m uniml_rl.torchrun --nproc-per-node 8 -m uniml_rl train run.yaml
 
-torchrun itself ends with 1 whatever happened, and a scheduler cannot tell a mistake (2) from a run that was told to stop
-and wants to be started again (75).
+torchrun itself ends with 1 whatever happened, and a scheduler cannot tell a mistake (2) from a run that was told to
+stop and wants to be started again (75).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 # On CPUs say how many processes: PROCESSES=2. Any engine can be started so, and engine.type: deepspeed by the others.
 set -euo pipefail
 
-options=()
+options=(--no_local_rank) # else it adds an argument that we do not take; LOCAL_RANK is in the environment
 [[ -z "${HOSTFILE:-}" ]] || options+=(--hostfile "$HOSTFILE")
 [[ -z "${PROCESSES:-}" ]] || options+=(--num_gpus "$PROCESSES")
 deepspeed "${options[@]}" --module uniml_rl train "$@" &

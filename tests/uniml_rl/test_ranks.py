@@ -16,9 +16,10 @@ import pytest
 import torch
 from rank_work import RESULTS, RUN, STEPS, TABLE, WHOLE
 from safetensors.torch import load_file
-from toy_runs import COUNT_A, COUNT_B, held_out, load_run, rows_of, stage, weights_of, write_run
+from toy_runs import COUNT_A, COUNT_B, held_out, load_run, on_ranks, rows_of, stage, weights_of, write_run
 
 from modalities.errors import UserError
+from uniml_rl.alike import check_alike
 from uniml_rl.checkpoint import CheckpointStore
 from uniml_rl.config import load_yaml
 from uniml_rl.engines.ranks import Launch, launched
@@ -26,6 +27,7 @@ from uniml_rl.engines.torch_engine import TorchEngineConfig
 from uniml_rl.run import check_shares, train_from_yaml
 
 TESTS = Path(__file__).resolve().parents[1]
+SCRIPTS = TESTS.parent / "scripts" / "launch"
 LIMIT = 300
 MORTAL = {"surprise": {"type": "rank_work:MortalConfig"}}
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -63,22 +65,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+def start(command: Sequence[str], environment: dict[str, str], program: str = sys.executable) -> subprocess.Popen[str]:
     """A process that finds the tests' own components."""
     paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     shared = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     shared |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    shared["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # `python` is this one
     return subprocess.Popen(
-        [sys.executable, *command], env=shared | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [program, *command], env=shared | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def start_pair(command: Sequence[str], **environment: str) -> list[subprocess.Popen[str]]:
     """Two ranks without a launcher that would end one when the other does."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     return [start(command, address | {"RANK": r, "LOCAL_RANK": r} | environment) for r in ("0", "1")]
 
 
@@ -169,7 +175,7 @@ def test_a_mistake_on_one_rank_and_a_kill_end_all_and_the_run_goes_on_bit_for_bi
     assert_same_run(killed, folder / WHOLE)
 
 
-def test_a_signal_to_one_rank_or_to_the_launcher_saves_on_all_and_the_run_goes_on_bit_for_bit(
+def test_a_signal_to_one_rank_or_to_the_launcher_saves_on_all_and_two_nodes_go_on_bit_for_bit(
     results: dict[str, Any], folder: Path
 ) -> None:
     stopped = folder / "stopped"
@@ -178,16 +184,25 @@ def test_a_signal_to_one_rank_or_to_the_launcher_saves_on_all_and_the_run_goes_o
     assert (said + other_said).count("Stopped by") == 1
     assert "the same command continues after the 1 iterations that are saved" in said + other_said
 
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ((code, output, errors),) = ends(
-        [start([*launcher, *train_command(folder, run="stopped")], {"STOP_LAUNCHER_AT": "0 2"})]
-    )
-    assert code == 1  # whatever its processes end with
+    launcher = ["-m", "uniml_rl.torchrun", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, *train_command(folder, run="stopped")]
+    ((code, output, errors),) = ends([start(command, {"STOP_LAUNCHER_AT": "0 2"})])
+    assert code == 75
     assert "continuing after 1 iterations" in output
     assert "Stopped by SIGTERM; the same command continues after the 2 iterations" in errors
 
-    ((code, _, _), (other_code, _, _)) = ends(start_pair(train_command(folder, run="stopped")))
-    assert (code, other_code) == (0, 0)
+    ((code, _, _),) = ends([start(command, {"STOP_AT": "1 1"})])
+    assert code == 75
+    ((code, _, errors),) = ends([start(command, {"FAIL_AT": "1 1"})])
+    assert code == 2 and errors.count("Error: this rank cannot go on.") == 1
+    nodes = [  # two machines with a process each; they meet at the first one's address, and continue the run
+        {"NODES": "2", "FIRST_NODE": "127.0.0.1", "LOCAL_ADDRESS": address, "PORT": port, "PROCESSES": "1"}
+        for port in [free_port()]
+        for address in ("127.0.0.1", "127.0.0.2")
+    ]
+    script = [str(SCRIPTS / "torchrun.sh"), *train_command(folder, run="stopped")[3:]]
+    ended = ends([start(script, node, program="bash") for node in nodes])
+    assert [code for code, _, _ in ended] == [0, 0], ended
     assert_same_run(stopped, folder / WHOLE)
 
 
@@ -300,6 +315,12 @@ def test_fewer_prompts_than_processes_are_refused_at_their_line(tmp_path: Path) 
     check_shares(load_run(path), load_yaml(path), 2)
     with pytest.raises(UserError, match=r"run\.yaml:\d+: .*prompts_per_iteration: 2 cannot be shared by 3 processes"):
         check_shares(load_run(path), load_yaml(path), 3)
+
+
+def test_what_the_ranks_read_must_be_the_same() -> None:
+    on_ranks(3, lambda engine: check_alike(engine, "the data", "same"))
+    with pytest.raises(UserError, match="rank 1, 2 has read another version of the data than rank 0"):
+        on_ranks(3, lambda engine: check_alike(engine, "the data", "same" if engine.rank == 0 else "other"))
 
 
 def test_a_time_out_that_nothing_waits_for_is_refused() -> None:
