@@ -31,7 +31,7 @@ from uniml_rl.data.prompts import MixedPromptStream, PromptStream
 from uniml_rl.data.records import RecordStream
 from uniml_rl.engines import phases
 from uniml_rl.engines.base import Engine
-from uniml_rl.evaluation import Evaluation, Evaluator, compare, evaluation_metrics
+from uniml_rl.evaluation import Evaluation, Evaluator, compare, evaluation_metrics, of_all_ranks
 from uniml_rl.export import export_policy
 from uniml_rl.given import AuxiliaryLoss
 from uniml_rl.monitor.progress import Progress
@@ -72,7 +72,7 @@ class OpenStage:
 class Curriculum:
     """Runs the stages of a configuration in a folder, from wherever its last checkpoint stands.
 
-    Every rank runs one. Rank 0 alone has a `writer`, evaluates, exports, and writes samples and reports.
+    Every rank runs one. Rank 0 alone has a `writer`, scores evaluations, exports, and writes samples and reports.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ class Curriculum:
         return self.folder / "evaluations" / stage / f"iteration-{iteration:06d}.pt"
 
     def _evaluation_metrics(self, stage: OpenStage) -> dict[str, float]:
-        """The evaluation's numbers, on rank 0; the others wait for it."""
-        if stage.config.evaluation is None:
+        """The evaluation's numbers, on rank 0, which scores what all have sampled; the others wait for it."""
+        if stage.evaluator is None:
             return {}
         started = time.perf_counter()
         metrics: dict[str, float] = {}
@@ -228,9 +228,10 @@ class Curriculum:
             phases.enter("evaluation")
             self.progress.activity(f"evaluation of {weights} weights")
             with stage.policy.using(weights), self.engine.sampling(stage.policy.trainable_modules().values()):
-                evaluation = stage.evaluator.run() if stage.evaluator is not None else None
-            if evaluation is not None:
-                metrics |= self._keep_evaluation(stage.config.name, prefix, evaluation)
+                samples = stage.evaluator.sample()
+            samples = of_all_ranks(samples, self.engine)
+            if self._leads:
+                metrics |= self._keep_evaluation(stage.config.name, prefix, stage.evaluator.score(samples))
         self.engine.wait()
         return metrics | ({"time/evaluation": time.perf_counter() - started} if self._leads else {})
 
@@ -361,10 +362,12 @@ class Curriculum:
 
     def _evaluator(self, config: StageConfig, policy: Policy, rewards: StageRewards, index: int) -> Evaluator | None:
         settings = config.evaluation
-        if settings is None or not self._leads:
+        if settings is None:
             return None
         prompts = settings.prompts.build(self.config.seed).first(settings.count)
-        judges = build_rewards(settings.rewards, self.device, self.folder)
+        texts = [(prompt.text, prompt.negative) for prompt in prompts]
+        check_alike(self.engine, f"the evaluation's prompts of stage {config.name!r}", repr(texts))
+        judges = build_rewards(settings.rewards, self.device, self.folder) if self._leads else None
         if judges is not None:
             judges.check(policy.sample_kind, prompts[:8])
         sampling = evaluation_sampling(self.config.policies[config.policy], settings)

@@ -18,6 +18,7 @@ from modalities.samples import Audio, Image, Prompt, Sample, Text, Video
 from rewards.combine import RewardSet
 from uniml_rl.build import TOTAL, EvaluationSettings
 from uniml_rl.engines.base import Engine
+from uniml_rl.engines.ranks import gather_on_first
 from uniml_rl.monitor.report import PairedDifference, paired_difference
 from uniml_rl.stage_rewards import FADED_IN
 
@@ -114,27 +115,40 @@ class Evaluator:
         self.engine = engine
         self.stage_index = stage_index
 
-    @torch.no_grad()
     def run(self) -> Evaluation:
-        """Samples and scores, some prompts at a time.
+        """Samples and scores, in one process."""
+        return self.score(self.sample())
 
-        Rewards that fade in count with their full weight, so that the total before and after is the same measure; what
-        rewards remember of training's samples is as before afterwards.
+    @torch.no_grad()
+    def sample(self) -> list[Sample]:
+        """The samples of this rank's share of the prompts, some prompts at a time.
+
+        Ranks share out what one process would sample at once, so that the samples are those of one process exactly.
         """
-        count = self.settings.samples_per_prompt
-        prompts_at_once = max(1, self.settings.rows_at_once // count)
+        count, rank, ranks = self.settings.samples_per_prompt, self.engine.rank, self.engine.world_size
+        at_once = max(1, self.settings.rows_at_once // count)
+        starts = range(0, len(self.prompts), at_once)
         samples: list[Sample] = []
-        for start in range(0, len(self.prompts), prompts_at_once):
+        for start in starts[len(starts) * rank // ranks : len(starts) * (rank + 1) // ranks]:
             requests = [
                 Request(
                     prompt, start + position, SampleKey(self.settings.seed, self.stage_index, 0, prompt.index, number)
                 )
-                for position, prompt in enumerate(self.prompts[start : start + prompts_at_once])
+                for position, prompt in enumerate(self.prompts[start : start + at_once])
                 for number in range(count)
             ]
             with self.engine.autocast():
                 trajectory = self.policy.rollout(requests, self.sampling)
             samples += self.policy.decode(trajectory)
+        return samples
+
+    @torch.no_grad()
+    def score(self, samples: list[Sample]) -> Evaluation:
+        """The samples of all prompts, with their scores.
+
+        Rewards that fade in count with their full weight, so that the total before and after is the same measure; what
+        rewards remember of training's samples is as before afterwards.
+        """
         # A chain makes more samples than requests; those of a prompt follow each other all the same.
         prompts = [prompt for prompt in self.prompts for _ in range(len(samples) // len(self.prompts))]
         scores: dict[str, Tensor] = {}
@@ -152,6 +166,15 @@ class Evaluator:
         """Ends processes that the judges keep."""
         if self.judges is not None:
             self.judges.close()
+
+
+def of_all_ranks(samples: list[Sample], engine: Engine) -> list[Sample]:
+    """On rank 0 the samples of all ranks in rank order; on the others their own. It takes as long as the slowest."""
+    if engine.world_size == 1:
+        return samples
+    engine.wait()
+    brought = gather_on_first((engine.rank, [_as_plain(sample) for sample in samples]))
+    return [_KINDS[kind](**values) for _, plain in sorted(dict(brought).items()) for kind, values in plain] or samples
 
 
 def held_out_names(settings: EvaluationSettings) -> frozenset[str]:

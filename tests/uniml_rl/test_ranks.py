@@ -24,6 +24,7 @@ from uniml_rl.checkpoint import CheckpointStore
 from uniml_rl.config import load_yaml
 from uniml_rl.engines.ranks import Launch, launched
 from uniml_rl.engines.torch_engine import TorchEngineConfig
+from uniml_rl.evaluation import Evaluation
 from uniml_rl.run import check_shares, train_from_yaml
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -44,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rewards=MORTAL,
         algorithm={"name": "grpo", "minibatches": 2, "replay": {"iterations": 2}},
         ema={"decay": 0.5},
-        evaluation=held_out(folder, every=2),
+        evaluation=held_out(folder, every=2, rows_at_once=2),  # of three prompts rank 0 has the first, rank 1 two
         until={"iterations": 5},
     )
     second = stage(
@@ -143,6 +144,18 @@ def test_only_rank_0_writes_and_each_rank_saves_what_it_alone_knows(results: dic
     checkpoint = CheckpointStore(whole / "checkpoints", 1).latest()
     assert checkpoint is not None
     assert json.loads((checkpoint / "manifest.json").read_text())["environment"]["ranks"] == 2
+
+
+def test_an_evaluation_is_that_of_one_process(results: dict[str, Any], folder: Path) -> None:
+    train_from_yaml(folder / RUN, [], folder / "alone")
+    for iteration in (0, 2, 4, 5):
+        name = Path("evaluations", "first", f"iteration-{iteration:06d}.pt")
+        together, alone = (Evaluation.load(folder / run / name) for run in (WHOLE, "alone"))
+        assert [sample.text for sample in together.samples] == [sample.text for sample in alone.samples]
+        assert together.prompts == alone.prompts
+        assert together.scores.keys() == alone.scores.keys() == {"total", "surprise"}
+        # This reward's scores depend on the ranks' own samples once training has begun.
+        assert iteration or all(torch.equal(together.scores[key], alone.scores[key]) for key in alone.scores)
 
 
 def test_a_mistake_on_one_rank_and_a_kill_end_all_and_the_run_goes_on_bit_for_bit(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,6 +99,14 @@ def patient_group() -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=_PATIENCE)
     assert isinstance(group, dist.ProcessGroup)  # every rank is in it
     return group
+
+
+def gather_on_first(value: Any) -> list[Any]:
+    """On rank 0 the values of all ranks, in their order; nothing on the others. Values must pickle."""
+    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    with exchanging("gathering on rank 0"):
+        dist.gather_object(value, everyone)
+    return everyone or []
 
 
 @contextmanager
