@@ -18,8 +18,11 @@ if [[ "${NODES:-1}" == 1 ]]; then
 else
     options+=(--nnodes "$NODES" --rdzv-backend c10d --rdzv-id "${RUN_ID:-uniml-rl}"
         --rdzv-endpoint "${FIRST_NODE:?the address of the first machine}:${PORT:-29500}")
-    # Which of the machine's addresses the others shall use, if it has several.
-    [[ -z "${LOCAL_ADDRESS:-}" ]] || options+=(--local-addr "$LOCAL_ADDRESS")
+    if [[ -n "${LOCAL_ADDRESS:-}" ]]; then
+        # Which of its addresses the others shall use. torchrun knows the first machine by its name alone.
+        [[ "$LOCAL_ADDRESS" == "$FIRST_NODE" ]] && first=true || first=false
+        options+=(--local-addr "$LOCAL_ADDRESS" --rdzv-conf "is_host=$first")
+    fi
 fi
 
 exec python -m uniml_rl.torchrun "${options[@]}" -m uniml_rl train "$@" # exec: signals reach torchrun itself
