@@ -9,7 +9,8 @@ follows until a run reaches its end; that is compared, and the next run begins.
 
 With several ranks one of them, drawn at random, gets the signal: SIGKILL or SIGTERM, and some of the jobs run under
 `torchrun --max-restarts 3`, which goes on by itself. There, SIGTERM goes to torchrun. All ranks must have ended within
-a minute. What is printed is a table.
+a minute. Four of five signals come after a share of the time from the first iteration on, since small runs take longer
+to start than to train. What is printed is a table.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
 from uniml_rl.engines.endings import REQUEUE
 
 VOLATILE = ("time/", "throughput/", "memory/")
-LIMIT, LAUNCHER_STEPS_IN = 60.0, 20.0
+LIMIT, LAUNCHER_STEPS_IN = 60.0, 30.0
 """Seconds: in which all ranks must have ended, and after which the ones that have not met yet are ended, as srun and
 torchrun do: a rank that never met another one cannot miss it."""
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
@@ -86,6 +87,12 @@ class Job:
     def codes(self) -> list[int | None]:
         """The exit codes."""
         return [process.returncode for process in self.processes]
+
+    def wait_for_training(self) -> None:
+        """Until the first iteration is about to begin, or everything has ended."""
+        while not re.search("^[^:]*: (starts|continues after)", self.log.read_text(), re.MULTILINE):
+            if self.wait(0.05):
+                return
 
     def succeeded(self) -> bool:
         """Whether the run, which has ended, is finished. Ends this script if it failed by itself."""
@@ -162,18 +169,24 @@ def differences(folder: Path, other: Path) -> list[str]:
 def interrupted(
     command: list[str],
     folder: Path,
-    duration: float,
+    durations: tuple[float, float],
     kinds: Iterator[tuple[signal.Signals, bool]],
     left: int,
     ranks: int,
     chance: random.Random,
 ) -> int:
-    """Trains with kills, at most `left` of them, to the end; how many there were. Prints a row for each."""
+    """Trains with kills, at most `left` of them, to the end; how many there were. Prints a row for each.
+
+    `durations` are those of the whole command and of its training.
+    """
     kills = 0
     while True:
         number, torchrun = next(kinds) if kills < left else (KILL, False)
         job = Job(command, folder.with_suffix(f".{kills}.log"), ranks, torchrun and ranks > 1)
-        seconds = chance.uniform(0, duration) if kills < left else None
+        in_training = kills < left and ranks > 1 and chance.random() < 0.8
+        seconds = chance.uniform(0, durations[in_training]) if kills < left else None
+        if in_training:
+            job.wait_for_training()
         if job.wait(seconds) and job.succeeded():
             return kills
         killed = deliver(job, number, chance)
@@ -181,8 +194,9 @@ def interrupted(
         newest = CheckpointStore(folder / "checkpoints", keep=1).latest()
         target = "torchrun" if job.torchrun and number == TERM else f"rank {killed.rank}"
         print(
-            f"| {folder.name} | {number.name} to {target}{' under torchrun' * job.torchrun} | {seconds:.1f} | "
-            f"{killed.phase or '-'} | {killed.seconds:.1f} | {', '.join(map(str, job.codes))} | "
+            f"| {folder.name} | {number.name} to {target}{' under torchrun' * job.torchrun} | "
+            f"{seconds:.1f}{' of training' * in_training} | {killed.phase or '-'} | "
+            f"{killed.seconds:.1f} | {', '.join(map(str, job.codes))} | "
             f"{newest.name.removeprefix('iteration-').lstrip('0') if newest else '-'} | {killed.reason[:90]} |",
             flush=True,
         )
@@ -209,10 +223,13 @@ def main() -> None:
     command = ["-m", "uniml_rl", "train", arguments.config, *arguments.overrides, "--folder"]
     whole, started = arguments.runs / "whole", time.perf_counter()
     job = Job([*command, str(whole)], arguments.runs / "whole.log", arguments.ranks)
+    job.wait_for_training()
+    until_training = time.perf_counter() - started
     job.wait(None)
     job.succeeded()
     duration = time.perf_counter() - started
-    print(f"uninterrupted: {duration:.0f} s\n", flush=True)
+    durations = (duration, duration - until_training)
+    print(f"uninterrupted: {duration:.0f} s, of which training {durations[1]:.0f} s\n", flush=True)
     print("| run | signal | after s | what the rank was doing | all ended in s | exit codes | checkpoint | message |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     kills, ends = 0, list[str]()

@@ -73,11 +73,11 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, target: object, name: str, call: 
 
 MOMENTS = {
     "start-up": (run, "preflight", 1, 0),
-    "first evaluation": (Evaluator, "run", 1, 0),
+    "first evaluation": (Evaluator, "sample", 1, 0),
     "rollout": (ToyPolicy, "rollout", 4, 2),  # after those of the first evaluation and of one iteration
     "reward": (Surprise, "score", 2, 1),
     "update": (TorchEngine, "step", 7, 4),
-    "evaluation": (Evaluator, "run", 3, 2),  # with the averaged weights
+    "evaluation": (Evaluator, "sample", 3, 2),  # with the averaged weights
     "checkpoint": (checkpoint, "save_file", 1, 3),
     "end of a stage": (curriculum, "export_policy", 1, 5),
     "between stages": (checkpoint, "sync_folder", 4, 5),
