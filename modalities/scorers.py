@@ -111,7 +111,7 @@ class TextScorer(Scorer):
             tokens.append(self._end)
         if not 0 < len(tokens) <= (self.reads or len(tokens)):
             raise TooLongError(
-                f"model {self._source!r} reads 1 to {self.reads} tokens, but prompt {prompt.index} "
+                f"model {self._source!r} reads 1 to {self.reads or 'any number of'} tokens, but prompt {prompt.index} "
                 f"({prompt.text[:40]!r} ...) and its sample have {len(tokens)}; leave it out of the data."
             )
         return torch.tensor(tokens)

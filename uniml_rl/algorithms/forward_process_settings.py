@@ -53,7 +53,8 @@ class ForwardProcessAlgorithmSettings(AlgorithmSettings):
                 f"the `old` block: loss.type {self.loss.type!r} has no use for an old policy but to be pulled to it. "
                 "Give old.pull, or remove the block (old: null)."
             )
-        if (updates := self.epochs * self.minibatches) > 1 and not self.loss.corrects_off_policy:
+        updates = self.epochs * self.minibatches
+        if updates > 1 and not (self.loss.needs_old_policy or self.loss.needs_old_log_prob):
             raise UserError(
                 f"loss.clip: null with epochs x minibatches = {updates}: without a ratio every sample is taken for one "
                 "of the current policy, and after the first update they are not; nothing then bounds how far a bad "

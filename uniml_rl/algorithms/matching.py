@@ -68,7 +68,6 @@ class NegativeAware(Settings):
 
     needs_old_policy: ClassVar[bool] = True
     needs_old_log_prob: ClassVar[bool] = False
-    corrects_off_policy: ClassVar[bool] = True
 
     type: Literal["nft"] = "nft"
     """Compare with the old policy, which also makes the rollouts."""
@@ -120,11 +119,6 @@ class AdvantageWeighted(Settings):
     @property
     def needs_old_log_prob(self) -> bool:
         """Whether `terms` reads the log-probs that the iteration began with."""
-        return self.clip is not None
-
-    @property
-    def corrects_off_policy(self) -> bool:
-        """Whether samples of an earlier policy than the current one may be learned from."""
         return self.clip is not None
 
     def terms(self, inputs: MatchingInputs) -> SurrogateTerms:
