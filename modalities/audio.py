@@ -43,7 +43,7 @@ from modalities.lora import (
 from modalities.samples import Audio, Sample
 from modalities.segments import PADDED_PROMPTS
 from modalities.sources import loading, resolve_model
-from modalities.summary import PolicySummary, RowMemory, layer_activations, model_activations
+from modalities.summary import PolicySummary, RowMemory, layer_activations, model_activations, sizes_of
 from modalities.tokens import (
     SoftmaxSampling,
     choose_tokens,
@@ -115,15 +115,14 @@ class AudioPolicyConfig(PolicyConfig):
         """Counts on the meta device, from the configuration and the headers of the weights."""
         model, _ = self._load(meta=True)
         make_trainable(model, self.lora, seed=0)
-        counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+        size = getattr(torch, self.dtype).itemsize
+        trained = [part for name, part in model.named_children() if name not in ("text_encoder", "audio_encoder")]
         return PolicySummary(
             model=f"{self.model} ({type(model).__name__})",
             sample_kind="audio",
             decisions=[("tokens", "token")],
             offers=AudioPolicy.offers,
-            parameters=sum(count for count, _ in counts),
-            trainable_parameters=sum(count for count, is_trained in counts if is_trained),
-            bytes_per_parameter=4 if self.dtype == "float32" else 2,
+            weights=sizes_of(trained, size, [(model.text_encoder, size), (model.audio_encoder, 4)]),
             feature_size=model.decoder.config.hidden_size,
             sampling=self.sampling,
             rows=[self._row_memory(model.decoder.config)],

@@ -34,7 +34,7 @@ from modalities.segments import (
     with_parent,
 )
 from modalities.settings import Settings
-from modalities.summary import PolicySummary
+from modalities.summary import PolicySummary, sizes_of
 from modalities.weights import WeightSets
 
 if TYPE_CHECKING:
@@ -221,15 +221,12 @@ class PolicyConfig(Settings):
 
 def summary_of(policy: Policy) -> PolicySummary:
     """What a built policy says of itself; of its parameters those of the modules that are trained."""
-    parameters = [p for module in policy.trainable_modules().values() for p in module.parameters()]
     return PolicySummary(
         model=type(policy).__name__,
         sample_kind=policy.sample_kind,
         decisions=policy.decisions(),
         offers=policy.offers,
-        parameters=sum(p.numel() for p in parameters),
-        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        bytes_per_parameter=policy.dtype.itemsize,
+        weights=sizes_of(list(policy.trainable_modules().values()), policy.dtype.itemsize),
         feature_size=policy.feature_size,
         windowed=getattr(policy.sampling, "window", None) is not None,
         sampling=policy.sampling,

@@ -18,7 +18,7 @@ from modalities.pipeline_folder import component_config, empty_components, pipel
 from modalities.randomness import SampleKey, seeded_generator
 from modalities.samples import Prompt
 from modalities.settings import Settings
-from modalities.summary import PolicySummary, RowMemory
+from modalities.summary import PolicySummary, RowMemory, sizes_of
 
 if TYPE_CHECKING:
     from modalities.denoising import DenoisingPolicy, Families
@@ -261,16 +261,18 @@ class DenoisingSettings(PolicyConfig):
         schedule = family.schedule_of(self.sampling, process, denoiser.config, vae.config)
         shape = family.latent_shape_of(self.sampling, denoiser.config, vae.config)
         family.make_trainable(denoiser, self.lora, seed=0)
-        modules = [component for component in components.values() if isinstance(component, nn.Module)]
-        trainable = [parameter.numel() for parameter in denoiser.parameters() if parameter.requires_grad]
+        size = getattr(torch, self.dtype).itemsize
+        beside = [
+            (component, 4 if name == "vae" else size)
+            for name, component in components.items()
+            if isinstance(component, nn.Module) and component is not denoiser
+        ]
         return PolicySummary(
             model=f"{self.model} ({pipeline_class(folder, self.families())})",
             sample_kind=family.sample_kind,
             decisions=[("denoising", schedule.log_prob_unit)],
             offers=family.offers,
-            parameters=sum(parameter.numel() for module in modules for parameter in module.parameters()),
-            trainable_parameters=sum(trainable),
-            bytes_per_parameter=4 if self.dtype == "float32" else 2,
+            weights=sizes_of([denoiser], size, beside),
             feature_size=family.feature_size_of(denoiser.config),
             windowed=self.sampling.window is not None,
             sampling=self.sampling,

@@ -36,6 +36,7 @@ from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample
 from modalities.scorers import Scorer, ScorerInputs, load_clip_scorer, load_text_scorer
 from modalities.segments import ROWS, STEPS, no_mask, no_table, no_tokens
+from modalities.summary import sizes_of
 from modalities.weights import WeightSets
 
 
@@ -67,15 +68,12 @@ class RewardModelConfig(PolicyConfig):
         scorer = self.load(0, meta=True)
         if self.lora is not None:
             scorer.adapt(self.lora, seed=0)
-        parameters = list(scorer.parameters())
         return PolicySummary(
             model=f"{self.model} ({type(scorer.model).__name__})",
             sample_kind=scorer.kind,
             decisions=[("scores", "token")],
             offers=RewardModel.offers,
-            parameters=sum(parameter.numel() for parameter in parameters),
-            trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            bytes_per_parameter=getattr(torch, self.dtype).itemsize,
+            weights=sizes_of([scorer], getattr(torch, self.dtype).itemsize),
             fit_given=scorer.inputs,
             reads=scorer.reads,
         )

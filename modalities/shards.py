@@ -44,3 +44,13 @@ def give_back(module: nn.Module) -> None:
 def is_zero(tensor: Tensor) -> bool:
     """Whether every element is 0, on all ranks; of a sharded tensor every rank must ask."""
     return not bool(whole(tensor).any())
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The layers of a model that its library says must not be split, or the members of its lists of layers."""
+    named = {name for part in module.modules() for name in (getattr(part, "_no_split_modules", None) or ())}
+    blocks = [part for part in module.modules() if type(part).__name__ in named]
+    if not blocks:
+        blocks = [part for layers in module.modules() if isinstance(layers, nn.ModuleList) for part in layers]
+    inner = {id(child) for block in blocks for child in block.modules() if child is not block}
+    return [block for block in blocks if id(block) not in inner and any(True for _ in block.parameters())]

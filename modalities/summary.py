@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import nn
+
 from modalities.samples import Prompt, Sample
 from modalities.segments import LogProbUnit, Need
+from modalities.shards import blocks_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,72 @@ def _any_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> None:
 
 
 @dataclass(frozen=True)
+class WeightSizes:
+    """Numbers of parameters, and the sizes that follow from them."""
+
+    trainable: int = 0
+    """Trainable parameters; they are float32."""
+    frozen: int = 0
+    """Other parameters of the modules that are trained: the base of an adapter."""
+    bytes_per_frozen: int = 0
+    beside: int = 0
+    """Parameters of models that are only used: text encoders, the decoder of latents or codes."""
+    beside_bytes: int = 0
+    factored: int = 0
+    """Values of a second moment that keeps a mean per row and per column of each trainable matrix (Adafactor)."""
+    largest_unit: int = 0
+    """Bytes that a pass through divided modules gathers at a time: the largest block, and what is in no block."""
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.trainable + self.frozen + self.beside
+
+    @property
+    def module_bytes(self) -> int:
+        """Of the modules that are trained, with their frozen base."""
+        return 4 * self.trainable + self.bytes_per_frozen * self.frozen
+
+    def __add__(self, other: WeightSizes) -> WeightSizes:
+        """Of two policies together."""
+        return WeightSizes(
+            self.trainable + other.trainable,
+            self.frozen + other.frozen,
+            max(self.bytes_per_frozen, other.bytes_per_frozen),
+            self.beside + other.beside,
+            self.beside_bytes + other.beside_bytes,
+            self.factored + other.factored,
+            max(self.largest_unit, other.largest_unit),
+        )
+
+
+def sizes_of(
+    trained: Sequence[nn.Module], bytes_per_frozen: int, beside: Sequence[tuple[nn.Module, int]] = ()
+) -> WeightSizes:
+    """The sizes of modules, which may be on the meta device. `beside` holds models and their bytes per parameter."""
+
+    def stored(parameters: Iterable[nn.Parameter]) -> int:
+        return sum(p.numel() * (4 if p.requires_grad else bytes_per_frozen) for p in parameters)
+
+    parameters = [parameter for module in trained for parameter in module.parameters()]
+    matrices = [p.shape for p in parameters if p.requires_grad]
+    others = [(sum(p.numel() for p in module.parameters()), size) for module, size in beside]
+    blocks = [[stored(block.parameters()) for block in blocks_of(module)] for module in trained]
+    wholes = [stored(module.parameters()) for module in trained]
+    return WeightSizes(
+        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        frozen=sum(p.numel() for p in parameters if not p.requires_grad),
+        bytes_per_frozen=bytes_per_frozen,
+        beside=sum(count for count, _ in others),
+        beside_bytes=sum(count * size for count, size in others),
+        factored=sum(s.numel() if len(s) < 2 else s.numel() // s[-1] + s.numel() // s[-2] for s in matrices),
+        largest_unit=max(
+            (whole - sum(each) + max(each, default=0) for whole, each in zip(wholes, blocks, strict=True)), default=0
+        ),
+    )
+
+
+@dataclass(frozen=True)
 class PolicySummary:
     """What `uniml-rl check` says of a policy without training or sampling."""
 
@@ -60,10 +129,8 @@ class PolicySummary:
     """As `Policy.decisions`."""
     offers: frozenset[Need]
     """As `Policy.offers`."""
-    parameters: int
-    trainable_parameters: int
-    bytes_per_parameter: int
-    """Of the frozen weights; trainable ones are float32."""
+    weights: WeightSizes
+    """How many weights there are, and what takes memory beside them."""
     feature_size: int = 0
     """As `Policy.feature_size`."""
     windowed: bool = False

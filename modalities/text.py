@@ -44,7 +44,7 @@ from modalities.lora import (
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample, Text
 from modalities.sources import loading, resolve_model
-from modalities.summary import PolicySummary, RowMemory, layer_activations, model_activations
+from modalities.summary import PolicySummary, RowMemory, layer_activations, model_activations, sizes_of
 from modalities.token_sampler import InProcessSampler, require_room
 from modalities.tokens import TokenSampling, cuts_by_length, distinct, left_pad, replay_tokens, require_trainable
 from modalities.weights import WeightSets
@@ -136,15 +136,12 @@ class TextPolicyConfig(PolicyConfig):
             attach_lora(model, self.lora, DEFAULT_LORA_TARGETS, seed=0)
         if self.gradient_checkpointing:
             checkpoint_layers(model)
-        parameters = list(model.parameters())
         return PolicySummary(
             model=f"{self.model} ({type(model).__name__})",
             sample_kind="text",
             decisions=[("tokens", "token")],
             offers=TextPolicy.offers,
-            parameters=sum(parameter.numel() for parameter in parameters),
-            trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            bytes_per_parameter=getattr(torch, self.dtype).itemsize,
+            weights=sizes_of([model], getattr(torch, self.dtype).itemsize),
             feature_size=feature_size_of(model),
             sampling=self.sampling,
             attention=model.config._attn_implementation,

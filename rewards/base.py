@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from modalities.samples import Prompt, Sample
 from modalities.settings import Settings
@@ -40,6 +40,10 @@ class Reward(ABC):
     @abstractmethod
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> Tensor:
         """[B] float32, one score per sample in the given order; NaN where there is nothing to score against."""
+
+    def models(self) -> list[nn.Module]:
+        """The models that it computes with, whose weights count in the plan of memory: its attributes that are."""
+        return [value for value in vars(self).values() if isinstance(value, nn.Module)]
 
     def state_dict(self) -> dict[str, Any]:
         """What the next score depends on beyond the configuration (running statistics); checkpointed."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from modalities.errors import UserError
 from modalities.samples import Prompt
@@ -75,6 +75,10 @@ class ClipScore(Reward):
         self._scale = scale
         self._field = field
         self.fields = frozenset() if field is None else frozenset({field})
+
+    def models(self) -> list[nn.Module]:
+        """Both towers."""
+        return [self._model.module]
 
     def score(self, samples: Sequence[Any], prompts: Sequence[Prompt]) -> Tensor:
         """[B] float32; NaN where the record has no text."""

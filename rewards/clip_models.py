@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import modalities.clip
 from modalities.clip import Preprocessing, torch_interpolation
@@ -16,15 +16,17 @@ from rewards.model_files import read_settings
 
 
 class ClipModel:
-    """A frozen CLIP model in float32."""
+    """A frozen CLIP model in float32; `module` is the whole of it."""
 
     def __init__(
         self,
+        module: nn.Module,
         image_tower: Callable[[Tensor], Tensor],
         text_tower: Callable[[Sequence[str]], Tensor],
         preprocessing: Preprocessing,
         device: str,
     ) -> None:
+        self.module = module
         self._image_tower = image_tower
         self._text_tower = text_tower
         self.preprocessing = preprocessing
@@ -60,7 +62,11 @@ def load_transformers_clip(folder: Path | str, device: str) -> ClipModel:
     clip = modalities.clip.load_transformers_clip(folder)
     clip.model.to(device).requires_grad_(False)
     return ClipModel(
-        clip.image_features, lambda texts: clip.text_features(*clip.tokenize(texts)), clip.preprocessing, device
+        clip.model,
+        clip.image_features,
+        lambda texts: clip.text_features(*clip.tokenize(texts)),
+        clip.preprocessing,
+        device,
     )
 
 
@@ -82,7 +88,8 @@ def load_open_clip(name: str, pretrained: str | None, device: str) -> ClipModel:
     def text_tower(texts: Sequence[str]) -> Tensor:
         return model.encode_text(tokenizer(list(texts)).to(device))
 
-    return ClipModel(model.encode_image, text_tower, open_clip_preprocessing(model.visual.preprocess_cfg, name), device)
+    preprocessing = open_clip_preprocessing(model.visual.preprocess_cfg, name)
+    return ClipModel(model, model.encode_image, text_tower, preprocessing, device)
 
 
 def _tags(name: str) -> str:

@@ -111,6 +111,11 @@ class RewardSet:
             total, valid = total[order], valid[order]
         return RewardResult(total, valid, raw, weighted, weights, failures)
 
+    def model_bytes(self) -> int:
+        """Bytes of the weights of all models that score."""
+        modules = [module for _, reward in self._rewards.values() for module in reward.models()]
+        return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+
     def check_differentiable(self) -> None:
         """Raises UserError unless every reward with a weight keeps the gradient to its samples."""
         trained = {name: reward for name, (config, reward) in self._rewards.items() if config.weight != 0}

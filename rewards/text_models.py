@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from modalities.errors import UserError, did_you_mean
 from modalities.samples import Prompt, Text
@@ -129,6 +129,10 @@ class Topicality(Reward):
         self._field = field
         self.fields = frozenset() if field is None else frozenset({field})
 
+    def models(self) -> list[nn.Module]:
+        """The encoder."""
+        return [self._encoder.model]
+
     def score(self, samples: Sequence[Any], prompts: Sequence[Prompt]) -> Tensor:
         """[B] float32; NaN where the record has no topic."""
         topics = [prompt.text if self._field is None else prompt.record.get(self._field) for prompt in prompts]
@@ -154,16 +158,16 @@ class SentenceEncoder:
             raise UserError(f"{model} does not pool by the mean over tokens, the only pooling that topicality knows.")
         with loading(str(model)):
             self._tokenizer = AutoTokenizer.from_pretrained(model)
-            self._model = AutoModel.from_pretrained(model, dtype=torch.float32).to(device).eval().requires_grad_(False)
+            self.model = AutoModel.from_pretrained(model, dtype=torch.float32).to(device).eval().requires_grad_(False)
         limits = read_settings(model, "sentence_bert_config.json") or {}
-        self._max_tokens = limits.get("max_seq_length") or self._model.config.max_position_embeddings
+        self._max_tokens = limits.get("max_seq_length") or self.model.config.max_position_embeddings
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """[N, D] float32 of norm 1, on the model's device; texts are cut at the encoder's maximum length."""
         inputs = self._tokenizer(
             list(texts), padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
-        ).to(self._model.device)
-        hidden_NLD = self._model(**inputs).last_hidden_state
+        ).to(self.model.device)
+        hidden_NLD = self.model(**inputs).last_hidden_state
         mask_NL1 = inputs["attention_mask"].unsqueeze(-1).float()
         mean_ND = (hidden_NLD * mask_NL1).sum(dim=1) / mask_NL1.sum(dim=1)
         return torch.nn.functional.normalize(mean_ND, dim=-1)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, field_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from modalities.samples import Image, Prompt
 from rewards.base import Reward, RewardConfig
@@ -82,6 +82,10 @@ class PerFrame(Reward):
         self.differentiable = reward.differentiable
         self.repeatable = reward.repeatable
         self.fields = reward.fields
+
+    def models(self) -> list[nn.Module]:
+        """The image reward's."""
+        return self._reward.models()
 
     def score(self, samples: Sequence[Any], prompts: Sequence[Prompt]) -> Tensor:
         """[B] float32."""

@@ -6,9 +6,11 @@ import heapq
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -21,7 +23,9 @@ from uniml_rl.algorithms.algorithm import AlgorithmSettings, sample_limit
 from uniml_rl.build import EvaluationSettings, RunConfig, StageConfig, evaluation_sampling, inspect_policy
 from uniml_rl.config import LoadedConfig, load_yaml, validate
 from uniml_rl.data.prompts import FilePromptsConfig, PromptStream
-from uniml_rl.memory import describe, estimate, in_words
+from uniml_rl.engines.ranks import launched
+from uniml_rl.memory import GIB, Known, describe, estimate, in_words
+from uniml_rl.planner import available_memory, plan_rollouts
 from uniml_rl.yaml_files import KeyPath
 
 Doubt = tuple[KeyPath, str]
@@ -32,22 +36,23 @@ LONGEST_RECORDS = 16
 GENERATED_RECORDS = 64
 
 
-def preflight(config: RunConfig, loaded: LoadedConfig) -> dict[str, PolicySummary]:
-    """The summary of every policy, by name.
+def preflight(config: RunConfig, loaded: LoadedConfig) -> Known:
+    """What is known of the run without loading its policies.
 
     Raises UserError for anything that would stop a later stage: a device that is not there, missing data, a model
     folder that is incomplete or of the wrong kind, prompts that do not fit, a reward or an algorithm that does not fit
-    the policy. Warns of what may be done and is hardly meant. No weights are read.
+    the policy. Warns of what may be done and is hardly meant. No weights of policies are read.
     """
     with _said_at(loaded, ("engine",)):
         device = config.engine.resolve_device()
     with _said_at(loaded, ("seed",)):
         seeded_generator(config.seed)
-    summaries = {}
+    summaries: dict[str, PolicySummary] = {}
+    longest_prompts, reward_bytes = [], []
     for name in config.policies:
         with _said_at(loaded, ("policies", name)):
             summaries[name] = inspect_policy(config, name, device)
-            if summaries[name].trainable_parameters == 0:
+            if summaries[name].weights.trainable == 0:
                 raise UserError("nothing in it is trainable.")
     for index, stage in enumerate(config.stages):
         place: KeyPath = ("stages", index)
@@ -56,14 +61,31 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> dict[str, PolicySummar
                 with _said_at(loaded, (*place, *key, "optimizer")):
                     owner.optimizer.require(device)
         with _said_at(loaded, place) as doubts:
-            doubts += _check_stage(config, stage, summaries)
+            found = _check_stage(config, stage, summaries)
+            doubts += found.doubts
         if stage.auxiliary is not None:
             with _said_at(loaded, (*place, "auxiliary")):
                 _check_records(stage.auxiliary.records, config.seed, summaries[stage.policy], stage.auxiliary.algorithm)
         if stage.evaluation is not None:
             with _said_at(loaded, (*place, "evaluation")) as doubts:
-                doubts += _check_evaluation(config, stage, stage.evaluation, summaries)
-    return summaries
+                of_evaluation = _check_evaluation(config, stage, stage.evaluation, summaries)
+                doubts += of_evaluation.doubts
+                found.reward_bytes += of_evaluation.reward_bytes
+        longest_prompts.append(found.longest_prompt)
+        reward_bytes.append(found.reward_bytes)
+    return Known(summaries, longest_prompts, reward_bytes)
+
+
+def check_shares(config: RunConfig, loaded: LoadedConfig, ranks: int) -> None:
+    """Raises UserError if a stage gives some of the ranks nothing to sample or to read."""
+    for index, stage in enumerate(config.stages):
+        drawn: dict[KeyPath, tuple[str, int]] = {(): ("prompts_per_iteration", stage.prompts_per_iteration)}
+        if stage.auxiliary is not None:
+            drawn[("auxiliary",)] = ("records_per_step", stage.auxiliary.records_per_step)
+        for place, (key, count) in drawn.items():
+            if count < ranks:
+                message = f"{count} cannot be shared by {ranks} processes; use at least {ranks}, or fewer processes."
+                raise loaded.error(("stages", index, *place, key), message)
 
 
 @contextmanager
@@ -78,12 +100,21 @@ def _said_at(loaded: LoadedConfig, place: KeyPath) -> Iterator[list[Doubt]]:
         warnings.warn(str(loaded.error((*place, *key), message)), stacklevel=3)
 
 
-def _check_stage(config: RunConfig, stage: StageConfig, summaries: Mapping[str, PolicySummary]) -> list[Doubt]:
+@dataclass
+class _Found:
+    """What is learned of a stage or an evaluation by checking it."""
+
+    doubts: list[Doubt]
+    longest_prompt: int = 0
+    reward_bytes: int = 0
+
+
+def _check_stage(config: RunConfig, stage: StageConfig, summaries: Mapping[str, PolicySummary]) -> _Found:
     summary, algorithm = summaries[stage.policy], stage.algorithm
     doubts: list[Doubt] = [(("algorithm",), doubt) for kind, _ in summary.decisions for doubt in algorithm.doubts(kind)]
     if stage.prompts is None:
         _check_records(stage.records, config.seed, summary, algorithm)
-        return doubts
+        return _Found(doubts)
     if "scores" in dict(summary.decisions):
         raise UserError(
             f"prompts: policy {stage.policy!r} is a reward model and samples nothing; give `records` of `type: "
@@ -91,9 +122,9 @@ def _check_stage(config: RunConfig, stage: StageConfig, summaries: Mapping[str, 
         )
     algorithm.check_policy(summary, stage.group_size)
     stream = stage.prompts.build(config.seed)
-    reads = _check_rewards(stage.rewards, summaries, summary, stream, algorithm.follows_gradient)
+    reads, size = _check_rewards(stage.rewards, summaries, summary, stream, algorithm.follows_gradient)
     longest = summary.fit(_longest(stage.prompts, stream), summary.sampling)
-    return doubts + _too_long(reads, longest, summary.sampling)
+    return _Found(doubts + _too_long(reads, longest, summary.sampling), longest, size)
 
 
 def _check_rewards(
@@ -102,12 +133,13 @@ def _check_rewards(
     summary: PolicySummary,
     stream: PromptStream,
     follows_gradient: bool = False,
-) -> dict[str, int | None]:
-    """By name, how many tokens of prompt and sample each reward reads.
+) -> tuple[dict[str, int | None], int]:
+    """By name, how many tokens of prompt and sample each reward reads; and the bytes of their models.
 
     Of reward models that the run has yet to train, only this and what they score is known.
     """
     reads: dict[str, int | None] = {}
+    size = 0
     ready = {name: block for name, block in blocks.items() if block.policy is None}
     if ready:
         built = RewardSet.build(ready, "cpu")
@@ -115,6 +147,7 @@ def _check_rewards(
         if follows_gradient and any(block.weight != 0 for block in ready.values()):
             built.check_differentiable()
         reads |= built.reads()
+        size = built.model_bytes()
     for name, block in blocks.items():
         if block.policy is not None:
             model = summaries[block.policy]
@@ -124,7 +157,8 @@ def _check_rewards(
                     f"{summary.sample_kind}; take one of type text_reward_model or image_text_reward_model."
                 )
             reads[name] = model.reads
-    return reads
+            size += model.weights.parameters * getattr(torch, getattr(block, "dtype", "float32")).itemsize
+    return reads, size
 
 
 def _too_long(reads: Mapping[str, int | None], prompt: int, sampling: Any) -> list[Doubt]:
@@ -155,7 +189,7 @@ def _check_records(block: Any, seed: int, summary: PolicySummary, algorithm: Alg
 
 def _check_evaluation(
     config: RunConfig, stage: StageConfig, evaluation: EvaluationSettings, summaries: Mapping[str, PolicySummary]
-) -> list[Doubt]:
+) -> _Found:
     summary = summaries[stage.policy]
     if "scores" in dict(summary.decisions):
         raise UserError(
@@ -165,7 +199,7 @@ def _check_evaluation(
     seeded_generator(evaluation.seed)
     stream = evaluation.prompts.build(config.seed)
     _check_rewards(stage.rewards, summaries, summary, stream)
-    reads = _check_rewards(evaluation.rewards, summaries, summary, stream)
+    reads, size = _check_rewards(evaluation.rewards, summaries, summary, stream)
     sampling = evaluation_sampling(config.policies[stage.policy], evaluation)
     doubts = _too_long(reads, summary.fit(_longest(evaluation.prompts, stream), sampling), sampling)
     if stream.size is not None and stream.size < evaluation.count:
@@ -176,7 +210,7 @@ def _check_evaluation(
                 "used.",
             )
         )
-    return doubts
+    return _Found(doubts, reward_bytes=size)
 
 
 def _longest(block: Any, stream: PromptStream) -> list[Any]:
@@ -186,28 +220,45 @@ def _longest(block: Any, stream: PromptStream) -> list[Any]:
     return heapq.nlargest(LONGEST_RECORDS, seen, key=lambda prompt: len(prompt.text))
 
 
-def check_from_yaml(path: str | Path, overrides: Sequence[str] = ()) -> None:
-    """Validates everything without training, and prints parameters, trainable shares and a memory estimate."""
+def check_from_yaml(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = None) -> None:
+    """Validates everything without training, and prints parameters, trainable shares and a memory estimate.
+
+    `ranks` is the number of processes to plan for; None is as many as a launcher has started.
+    """
     loaded = load_yaml(path, overrides)
     config = validate(RunConfig, loaded)
-    summaries = preflight(config, loaded)
+    launch = launched()
+    ranks = launch.world_size if ranks is None else ranks
+    on_node = launch.local_world_size if ranks == launch.world_size else ranks
+    with _said_at(loaded, ("engine",)):
+        config.engine.splits(ranks)
+    check_shares(config, loaded, ranks // getattr(config.engine, "tensor_parallel", 1))
+    known = preflight(config, loaded)
+    available = available_memory(config.engine.resolve_device(), on_node)
+    plan = plan_rollouts(config, known, ranks, available)
     console = Console()
     table = Table(title=f"{config.name}: policies")
     for column in ("policy", "model", "parameters", "trainable", "share", "attention"):
         table.add_column(column, overflow="fold")
-    for name, summary in summaries.items():
-        share = f"{summary.trainable_parameters / summary.parameters:.2%}"
-        counts = (f"{summary.parameters:,}", f"{summary.trainable_parameters:,}", share)
-        table.add_row(name, summary.model, *counts, summary.attention)
+    for name, summary in known.summaries.items():
+        weights = summary.weights
+        share = f"{weights.trainable / weights.parameters:.2%}"
+        table.add_row(
+            name, summary.model, f"{weights.parameters:,}", f"{weights.trainable:,}", share, summary.attention
+        )
     console.print(table)
     for index, stage in enumerate(config.stages):
-        sizes = estimate(config, index, summaries, _longest_prompt(config, stage, summaries[stage.policy]))
+        sizes = estimate(config, index, known, ranks, gathered=plan is None or plan.gathered)
         console.print(
             f"stage {index + 1} [bold]{stage.name}[/]: {stage.algorithm.name} on {stage.policy}, {_learns_from(stage)}"
             f"; ends at {stage.until.in_words()}"
         )
-        unknown = "" if summaries[stage.policy].rows else "; cache and activations of this policy are not known"
-        console.print(f"  memory about {in_words(sizes['peak'])}: {describe(sizes)}{unknown}")
+        unknown = "" if known.summaries[stage.policy].rows else "; cache and activations of this policy are not known"
+        each = f" on each of {ranks} ranks" if ranks > 1 else ""
+        console.print(f"  memory about {in_words(sizes['peak'])}{each}: {describe(sizes)}{unknown}")
+    if plan is not None:
+        console.print(f"rollout weights: {plan.in_words()}")
+    console.print(f"memory of a process here: {in_words(available / GIB)}")
     console.print("[green]the configuration is valid[/]")
 
 
@@ -219,9 +270,3 @@ def _learns_from(stage: StageConfig) -> str:
         f"{stage.prompts_per_iteration} prompts x {stage.group_size} samples = {rows} per iteration, "
         f"rewards {', '.join(stage.rewards)}"
     )
-
-
-def _longest_prompt(config: RunConfig, stage: StageConfig, summary: PolicySummary) -> int:
-    if stage.prompts is None:
-        return 0
-    return summary.fit(_longest(stage.prompts, stage.prompts.build(config.seed)), summary.sampling)

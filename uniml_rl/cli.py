@@ -78,7 +78,15 @@ def train(
 
 
 @app.command()
-def check(config: Config, overrides: Overrides = None, verbose: Verbose = False) -> None:
+def check(
+    config: Config,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes to plan for; by default as many as are started.", show_default=False),
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
     """Check a config without training: its keys, its data, its models' sizes and the memory that they need.
 
     Example: [bold]uniml-rl check configs/quickstart.yaml stages.image-align.group_size=8[/bold]
@@ -86,7 +94,7 @@ def check(config: Config, overrides: Overrides = None, verbose: Verbose = False)
     with _well_behaved(verbose):
         from uniml_rl.check import check_from_yaml
 
-        check_from_yaml(Path(config), overrides or [])
+        check_from_yaml(Path(config), overrides or [], ranks)
 
 
 @app.command()

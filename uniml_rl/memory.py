@@ -1,81 +1,144 @@
-"""Roughly how much memory a stage takes: simple sums over what is known before anything is loaded.
+"""Roughly how much memory a stage takes on each rank: simple sums over what is known before anything is loaded.
 
-Sizes in bytes; N parameters, of them n trainable; v is 2 with bf16 autocast or half-precision weights, else 4.
+Sizes in bytes; N parameters of the trained modules, of them n trainable; v is 2 with autocast or half-precision
+weights, else 4. The engine's `splits` says over how many ranks P, G and O it divides parameters, gradients and moments.
 
-* weights: (N - n) x the frozen weights' size + 4 n. Policies that earlier stages trained stay: counted too.
-* gradients: 4 n. Optimizer: 8 n for AdamW, 2 n in 8 bits, next to nothing for the others.
-* copies: 4 n for each kept weight set: the reference (none if it is fixed and no earlier stage trained the adapter:
+* weights: ((N - n) x the frozen weights' size + 4 n) / P. Policies that earlier stages trained stay: counted too.
+* beside: weights that no engine divides: text encoders (in their type), the decoder of latents or codes (float32).
+* gradients: 4 n / G.
+* optimizer: 8 n / O for AdamW, 2 n / O in 8 bits, 4 f / O for Adafactor with f = rows + columns of each matrix.
+* copies: 4 n / P for each kept weight set: the reference (none if it is fixed and no earlier stage trained the adapter:
   it is the adapter switched off) and the moving average.
 * critic: a second model with its gradients and optimizer for `source: model`; a head alone is too small to count.
-* step: 8 n for the moment of an optimizer step, whose size is measured against a copy of the weights.
-* cache: keys and values of the rows that a rollout or an evaluation computes at once, at their longest, in v.
-* activations: `micro_batch` rows x tokens x what `modalities.summary` says a forward pass keeps per token, in v, and
-  three float32 copies of the logits that exist at once.
+* rewards: the weights of the models that score, in training and in evaluation, whole on each rank.
 
-The peak is the sum of what stays, and the largest of step, cache and activations, which take turns. Left out: rewards'
-models, decoding (VAE, codec), text encoders' activations, the objective's further forward passes, trajectories (on the
-CPU), the libraries themselves, and what the allocator leaves unused. Prompts count with the longest that was seen.
+Then the largest of four that take turns:
+
+* opening: a model is made whole before it is divided: weights x (1 - 1 / P).
+* rollout: the cache (keys and values of the rows that a rollout or an evaluation computes at once, at their longest, in
+  v), and with gathered weights the other ranks' parts; with sharded ones the largest layers.
+* update: activations (`micro_batch` rows x tokens x what `modalities.summary` says a forward pass keeps per token, in
+  v, and three float32 copies of the logits that exist at once), and the largest layers where P > 1.
+* step: 8 n / P for the moment of an optimizer step, whose size is measured against a copy of the weights.
+
+Left out: activations of rewards, text encoders and decoders, the objective's further forward passes, trajectories (on
+the CPU), buffers for communication, the libraries themselves, and what the allocator leaves unused. Prompts count with
+the longest that was seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from modalities.summary import PolicySummary, RowMemory
+from modalities.summary import PolicySummary, RowMemory, WeightSizes
 from uniml_rl.algorithms.policy_gradient_settings import PolicyGradientSettings
 from uniml_rl.build import RunConfig, StageConfig, build_objective, part_names, policies_of
-from uniml_rl.engines.optimizers import OptimizerSettings
+from uniml_rl.engines.base import Splits
 
-STAYS = ("weights", "gradients", "optimizer", "copies", "critic")
-TAKES_TURNS = ("step", "cache", "activations")
+STAYS = ("weights", "beside", "gradients", "optimizer", "copies", "critic", "rewards")
+TAKES_TURNS = ("opening", "rollout", "update", "step")
 FLOAT32 = 4
 GIB = 2**30
-
 
 _REWARDS: Any = object()
 """An objective keeps its rewards and reads them while it trains."""
 
 
-def estimate(
-    config: RunConfig, index: int, summaries: Mapping[str, PolicySummary], longest_prompt: int
-) -> dict[str, float]:
-    """GiB of each item of stage `index` and, as `peak`, of all of them: this module's docstring."""
-    stage = config.stages[index]
-    summary = summaries[stage.policy]
-    trainable = FLOAT32 * summary.trainable_parameters
-    critic = stage.critic if stage.critic is not None and stage.critic.source == "model" else None
-    items = {
-        "weights": sum(_weights(summaries[name]) for name in _loaded(config, index)),
-        "gradients": trainable,
-        "optimizer": _moments(stage.optimizer) * trainable,
-        "copies": (_copies_reference(config, index) + (stage.ema is not None)) * trainable,
-        "critic": _weights(summary) + (1 + _moments(critic.optimizer)) * trainable if critic is not None else 0,
-        "step": 2 * trainable,
-        "cache": max((_cache(row, stage, longest_prompt) for row in summary.rows), default=0),
-        "activations": max((_activations(row, stage, longest_prompt) for row in summary.rows), default=0),
-    }
-    values = 2 if getattr(config.engine, "precision", "fp32") == "bf16" else summary.bytes_per_parameter
-    items["cache"] *= values
-    items["activations"] *= values
-    items["activations"] += 3 * FLOAT32 * max((row.logits for row in summary.rows), default=0)
+@dataclass(frozen=True)
+class Known:
+    """What is known of a run before any of its policies is loaded; the lists have an entry per stage."""
+
+    summaries: Mapping[str, PolicySummary]
+    longest_prompts: Sequence[int]
+    """Tokens."""
+    reward_bytes: Sequence[int]
+    """Of the weights of the rewards' models."""
+
+
+def estimate(config: RunConfig, index: int, known: Known, ranks: int = 1, gathered: bool = True) -> dict[str, float]:
+    """GiB of each item of stage `index` on each of `ranks` and, as `peak`, of all of them: this module's docstring.
+
+    `gathered` says how divided weights sample. Items that the engine keeps in the machine's memory are 0.
+    """
+    splits = config.engine.splits(ranks)
+    items = divided(_alone(config, index, known), splits, gathered)
     peak = sum(items[name] for name in STAYS) + max(items[name] for name in TAKES_TURNS)
     return {name: size / GIB for name, size in (items | {"peak": peak}).items()}
 
 
-def _weights(summary: PolicySummary) -> int:
-    frozen = summary.parameters - summary.trainable_parameters
-    return frozen * summary.bytes_per_parameter + FLOAT32 * summary.trainable_parameters
+@dataclass(frozen=True)
+class Alone:
+    """Bytes of a stage in a process that divides nothing."""
+
+    weights: float  # of the modules of all loaded policies
+    stage_weights: float  # of those that this stage trains
+    beside: float
+    gradients: float
+    optimizer: float
+    copies: float
+    critic: tuple[float, float, float]  # weights, gradients, moments
+    rewards: float
+    cache: float
+    activations: float
+    largest_unit: float
 
 
-def _moments(settings: OptimizerSettings) -> float:
-    return {"adamw": 2.0, "adamw_8bit": 0.5}.get(settings.type, 0.0)
+def divided(alone: Alone, splits: Splits, gathered: bool) -> dict[str, float]:
+    """Bytes on one rank of an engine that divides by `splits`."""
+    parameters, gradients, moments = (
+        0.0 if name in splits.on_cpu else 1 / getattr(splits, name) for name in ("parameters", "gradients", "optimizer")
+    )
+    elsewhere = 1 - parameters
+    unit = alone.largest_unit if elsewhere else 0.0
+    return {
+        "weights": alone.weights * parameters,
+        "beside": alone.beside,
+        "gradients": alone.gradients * gradients,
+        "optimizer": alone.optimizer * moments,
+        "copies": alone.copies * parameters,
+        "critic": sum(size * part for size, part in zip(alone.critic, (parameters, gradients, moments), strict=True)),
+        "rewards": alone.rewards,
+        "opening": alone.stage_weights * elsewhere,
+        "rollout": alone.cache + (alone.stage_weights * elsewhere if gathered else unit),
+        "update": alone.activations + unit,
+        "step": 2 * alone.gradients * parameters,
+    }
 
 
-def _loaded(config: RunConfig, index: int) -> set[str]:
-    """The policies in memory: those of this stage and the ones before; a chain is its parts."""
-    names = policies_of(config, config.stages[: index + 1])
-    return {name for name in names if not part_names(config.policies[name])}
+def _alone(config: RunConfig, index: int, known: Known) -> Alone:
+    stage, summaries = config.stages[index], known.summaries
+    summary, longest = summaries[stage.policy], known.longest_prompts[index]
+    own, loaded = _models(config, summaries, [stage]), _models(config, summaries, config.stages[: index + 1])
+    sizes = sum(own, WeightSizes())
+    trainable, weights = FLOAT32 * sizes.trainable, sum(each.module_bytes for each in own)
+    critic = stage.critic if stage.critic is not None and stage.critic.source == "model" else None
+    values = 2 if getattr(config.engine, "precision", "fp32") != "fp32" else sizes.bytes_per_frozen
+    activations = max((_activations(row, stage, longest) for row in summary.rows), default=0)
+    return Alone(
+        weights=sum(each.module_bytes for each in loaded),
+        stage_weights=weights,
+        beside=sum(each.beside_bytes for each in loaded),
+        gradients=trainable,
+        optimizer=stage.optimizer.state_bytes(sizes.trainable, sizes.factored),
+        copies=(_copies_reference(config, index) + (stage.ema is not None)) * trainable,
+        critic=(0, 0, 0)
+        if critic is None
+        else (weights, trainable, critic.optimizer.state_bytes(sizes.trainable, sizes.factored)),
+        rewards=known.reward_bytes[index],
+        cache=values * max((_cache(row, stage, longest) for row in summary.rows), default=0),
+        activations=values * activations + 3 * FLOAT32 * max((row.logits for row in summary.rows), default=0),
+        largest_unit=sizes.largest_unit,
+    )
+
+
+def _models(
+    config: RunConfig, summaries: Mapping[str, PolicySummary], stages: Sequence[StageConfig]
+) -> list[WeightSizes]:
+    """The models that these stages train; a chain is its parts."""
+    names = policies_of(config, stages)
+    return [summaries[name].weights for name in sorted(names) if not part_names(config.policies[name])]
 
 
 def _copies_reference(config: RunConfig, index: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -12,17 +13,19 @@ from rich.console import Console
 from modalities.errors import UserError
 from uniml_rl.alike import check_alike
 from uniml_rl.build import RunConfig
-from uniml_rl.check import preflight
+from uniml_rl.check import check_shares, preflight
 from uniml_rl.checkpoint import environment_changes, locked
 from uniml_rl.config import LoadedConfig, difference, load_yaml, resolved_dump, validate
 from uniml_rl.curriculum import Curriculum
+from uniml_rl.engines.base import Engine
 from uniml_rl.engines.ranks import ending_together, launched
 from uniml_rl.full_disk import full_disk_is_a_mistake
+from uniml_rl.memory import Known
 from uniml_rl.monitor.progress import Progress
 from uniml_rl.monitor.report import write_report
 from uniml_rl.monitor.writer import MetricsWriter
+from uniml_rl.planner import available_memory, plan_rollouts
 from uniml_rl.stopping import Stop
-from uniml_rl.yaml_files import KeyPath
 
 CONFIG_FILE = "config.yaml"
 _log = logging.getLogger(__name__)
@@ -68,7 +71,9 @@ def train(config: RunConfig, loaded: LoadedConfig, folder: Path, stop: Stop | No
                 for line in environment_changes(manifest):
                     progress.note(f"changed since the checkpoint, so bits may differ: {line}")
             progress.activity("checking the configuration")
-            preflight(config, loaded)
+            known = preflight(config, loaded)
+            if line := _plan(config, known, engine):
+                progress.note(line)
             if leads:
                 _save_config(folder, config)
             curriculum.run()
@@ -78,16 +83,16 @@ def train(config: RunConfig, loaded: LoadedConfig, folder: Path, stop: Stop | No
     engine.wait()
 
 
-def check_shares(config: RunConfig, loaded: LoadedConfig, ranks: int) -> None:
-    """Raises UserError if a stage gives some of the ranks nothing to sample or to read."""
-    for index, stage in enumerate(config.stages):
-        drawn: dict[KeyPath, tuple[str, int]] = {(): ("prompts_per_iteration", stage.prompts_per_iteration)}
-        if stage.auxiliary is not None:
-            drawn[("auxiliary",)] = ("records_per_step", stage.auxiliary.records_per_step)
-        for place, (key, count) in drawn.items():
-            if count < ranks:
-                message = f"{count} cannot be shared by {ranks} processes; use at least {ranks}, or fewer processes."
-                raise loaded.error(("stages", index, *place, key), message)
+def _plan(config: RunConfig, known: Known, engine: Engine) -> str:
+    """Tells the engine how to sample with divided weights; the decision in words, empty if there was none to make."""
+    launch = launched()
+    available = available_memory(config.engine.resolve_device(), launch.local_world_size)
+    plan = plan_rollouts(config, known, launch.world_size, available)
+    if plan is None:
+        return ""
+    # Ranks may have less memory than others, and all must do the same.
+    engine.gathered_rollouts = not engine.union_of_names([] if plan.gathered else ["sharded"])
+    return f"rollout weights: {replace(plan, gathered=engine.gathered_rollouts).in_words()}"
 
 
 def next_commands(config: RunConfig, folder: Path) -> list[str]:

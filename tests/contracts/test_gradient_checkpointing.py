@@ -1,4 +1,4 @@
-"""`gradient_checkpointing` of every policy that has it: less is kept for the backward pass, the gradient is the same."""
+"""`gradient_checkpointing` of every policy that has it keeps less for the backward pass, and changes no gradient."""
 
 from __future__ import annotations
 

@@ -158,8 +158,8 @@ def test_the_adapter_trains_the_decoder_alone_and_full_training_the_projection_t
         trained = {n.split(".")[0] for n, p in policy.musicgen.named_parameters() if p.requires_grad}
         assert trained == wanted
         summary = config.inspect()
-        assert summary.parameters == sum(p.numel() for p in policy.musicgen.parameters())
-        assert summary.trainable_parameters == sum(p.numel() for p in policy.weight_sets.parameters().values())
+        assert summary.weights.parameters == sum(p.numel() for p in policy.musicgen.parameters())
+        assert summary.weights.trainable == sum(p.numel() for p in policy.weight_sets.parameters().values())
 
 
 def test_mistakes_are_named(folder_of: Any, tmp_path: Path) -> None:

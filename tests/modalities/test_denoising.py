@@ -319,8 +319,8 @@ def test_inspection_counts_what_is_built(make: Make) -> None:
         modules = [m for m in policy.pipeline.components.values() if isinstance(m, torch.nn.Module)]
         parameters = [parameter for module in modules for parameter in module.parameters()]
         summary = policy.settings.inspect()
-        assert summary.parameters == sum(parameter.numel() for parameter in parameters)
-        assert summary.trainable_parameters == sum(p.numel() for p in parameters if p.requires_grad)
+        assert summary.weights.parameters == sum(parameter.numel() for parameter in parameters)
+        assert summary.weights.trainable == sum(p.numel() for p in parameters if p.requires_grad)
         assert (summary.sample_kind, summary.decisions) == (policy.sample_kind, policy.decisions())
 
 

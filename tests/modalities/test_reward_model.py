@@ -312,8 +312,8 @@ def test_inspect_counts_what_is_built(name, lora, folder_of) -> None:
     config = block(model=str(folder_of(name)), lora=lora)
     policy, summary = config.build("judge", "cpu", 0), config.inspect()
     parameters = list(policy.scorer.parameters())
-    assert summary.parameters == sum(p.numel() for p in parameters)
-    assert summary.trainable_parameters == sum(p.numel() for p in parameters if p.requires_grad) > 0
+    assert summary.weights.parameters == sum(p.numel() for p in parameters)
+    assert summary.weights.trainable == sum(p.numel() for p in parameters if p.requires_grad) > 0
     assert (summary.sample_kind, summary.decisions) == (policy.sample_kind, policy.decisions())
 
 

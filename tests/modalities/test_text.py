@@ -533,8 +533,8 @@ def test_inspection_counts_without_loading(folder: Path, monkeypatch: pytest.Mon
     assert {parameter.device.type for name, parameter in loaded[0].named_parameters() if "lora" not in name} == {"meta"}
     built = config.build("writer", "cpu", 0)
     parameters = list(built.model.parameters())
-    assert summary.parameters == sum(parameter.numel() for parameter in parameters)
-    assert summary.trainable_parameters == sum(p.numel() for p in parameters if p.requires_grad) > 0
+    assert summary.weights.parameters == sum(parameter.numel() for parameter in parameters)
+    assert summary.weights.trainable == sum(p.numel() for p in parameters if p.requires_grad) > 0
     assert summary.decisions == built.decisions()
 
 

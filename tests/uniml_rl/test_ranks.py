@@ -20,12 +20,13 @@ from toy_runs import COUNT_A, COUNT_B, held_out, load_run, on_ranks, rows_of, st
 
 from modalities.errors import UserError
 from uniml_rl.alike import check_alike
+from uniml_rl.check import check_shares
 from uniml_rl.checkpoint import CheckpointStore
 from uniml_rl.config import load_yaml
 from uniml_rl.engines.ranks import Launch, launched
 from uniml_rl.engines.torch_engine import TorchEngineConfig
 from uniml_rl.evaluation import Evaluation
-from uniml_rl.run import check_shares, train_from_yaml
+from uniml_rl.run import train_from_yaml
 
 TESTS = Path(__file__).resolve().parents[1]
 SCRIPTS = TESTS.parent / "scripts" / "launch"

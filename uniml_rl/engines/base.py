@@ -18,6 +18,16 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 @dataclass(frozen=True)
+class Splits:
+    """Over how many ranks an engine divides what a process would hold alone; 1 is not divided."""
+
+    parameters: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+    on_cpu: frozenset[str] = frozenset()  # names of the above that lie in the machine's memory, not the device's
+
+
+@dataclass(frozen=True)
 class StepReport:
     """What one optimizer step did, per optimizer name."""
 
@@ -38,6 +48,8 @@ class Engine(ABC):
     world_size: int
     """How many ranks share the samples."""
     precision: str
+    gathered_rollouts: bool = True
+    """Whether `sampling` gathers divided weights once, or each pass anew."""
     passes_together: bool = False
     """Whether all ranks must run equally many forward and backward passes, because each holds a part of the weights."""
 

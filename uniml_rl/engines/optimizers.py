@@ -92,6 +92,10 @@ class OptimizerSettings(Settings):
         if device == "cpu":
             raise UserError("type: adamw_8bit computes on GPUs only, and this run's device is the CPU; use adamw.")
 
+    def state_bytes(self, trainable: int, factored: int) -> int:
+        """Bytes of the moments of `trainable` parameters, `factored` being the values of a mean per row and column."""
+        return {"adamw": 8 * trainable, "adamw_8bit": 2 * trainable, "adafactor": 4 * factored}.get(self.type, 0)
+
     def build(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer over `parameters`, at the peak learning rate. UserError if its package is missing."""
         rates: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from modalities.shards import divided_like, give_back, whole
+from modalities.shards import blocks_of, divided_like, give_back, whole
 from uniml_rl.engines.base import StepReport
 from uniml_rl.engines.distributed import DistributedEngine, digest_of
 from uniml_rl.engines.lockstep import Lockstep
@@ -151,13 +151,3 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> None:
     for part in module.modules():
         if hasattr(part, "shares_prompts"):
             cast(Any, part).shares_prompts = False  # it would make passes of a block depend on the rank's own rows
-
-
-def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The layers of a model that its library says must not be split, or the members of its lists of layers."""
-    named = {name for part in module.modules() for name in (getattr(part, "_no_split_modules", None) or ())}
-    blocks = [part for part in module.modules() if type(part).__name__ in named]
-    if not blocks:
-        blocks = [part for layers in module.modules() if isinstance(layers, nn.ModuleList) for part in layers]
-    inner = {id(child) for block in blocks for child in block.modules() if child is not block}
-    return [block for block in blocks if id(block) not in inner and any(True for _ in block.parameters())]

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from modalities.errors import UserError
 from modalities.settings import Settings
 from modalities.shards import local_part
-from uniml_rl.engines.base import PRECISIONS, Engine, StepReport
+from uniml_rl.engines.base import PRECISIONS, Engine, Splits, StepReport
 from uniml_rl.engines.loss_scale import LossScale
 from uniml_rl.engines.optimizers import OptimizerSettings, learning_rate_at
 from uniml_rl.engines.ranks import Launch, join, launched
@@ -41,7 +41,7 @@ class TorchEngineConfig(Settings):
     """Processes over which `hsdp` divides the model; None is the number on each node. Must divide their number."""
     rollout_weights: Literal["auto", "gathered", "sharded"] = "auto"
     """How divided weights sample: gathered collects them once per rollout, sharded anew in each forward pass, for
-    models that do not fit whole; auto is gathered."""
+    models that do not fit whole; auto is gathered if whole weights and the cache fit, and says so."""
     timeout_seconds: float = Field(default=1800.0, gt=0)
     """Longest wait for the other processes in one exchange, after which the run ends; not read with `shard: none`."""
     max_skipped_steps: int = Field(default=5, ge=1)
@@ -65,6 +65,24 @@ class TorchEngineConfig(Settings):
             raise UserError("engine.device: cuda: torch finds no CUDA device on this machine; use auto or cpu.")
         return self.device
 
+    def splits(self, world_size: int) -> Splits:
+        """What `world_size` processes divide. UserError for more of them than `shard` is for."""
+        launch = launched()
+        if launch.world_size != world_size:  # a plan for other processes: all on one node
+            launch = Launch(world_size=world_size, local_world_size=world_size)
+        self._require_shard(launch)
+        if self.shard in ("none", "ddp"):
+            return Splits()
+        size = self._mesh(launch)[-1]
+        return Splits(size, size, size)
+
+    def _require_shard(self, launch: Launch) -> None:
+        if self.shard == "none" and launch.world_size > 1:
+            raise UserError(
+                f"{launch.world_size} processes were started, and each would train by itself: set engine.shard: ddp, "
+                "or start one process."
+            )
+
     def build(self) -> TorchEngine:
         """The engine; sets the number of threads and, with several processes, joins the others.
 
@@ -75,11 +93,7 @@ class TorchEngineConfig(Settings):
         launch, device = launched(), self.resolve_device()
         if launch.world_size == 1:
             return TorchEngine(device, self.precision, self.max_skipped_steps)
-        if self.shard == "none":
-            raise UserError(
-                f"{launch.world_size} processes were started, and each would train by itself: set engine.shard: ddp, "
-                "or start one process."
-            )
+        self._require_shard(launch)
         from uniml_rl.engines.replicated import ReplicatedEngine  # these stand on this file
         from uniml_rl.engines.sharded import ShardedEngine
 
