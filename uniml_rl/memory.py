@@ -8,7 +8,7 @@ weights, else 4. The engine's `splits` says over how many ranks P, G and O it di
 * gradients: 4 n / G.
 * optimizer: 8 n / O for AdamW, 2 n / O in 8 bits, 4 f / O for Adafactor with f = rows + columns of each matrix.
 * copies: 4 n / P for each kept weight set: the reference (none if it is fixed and no earlier stage trained the adapter:
-  it is the adapter switched off) and the moving average.
+  it is the adapter switched off), the old policy of objectives that have one, and the moving average.
 * critic: a second model with its gradients and optimizer for `source: model`; a head alone is too small to count.
 * rewards: the weights of the models that score, in training and in evaluation, whole on each rank.
 
@@ -122,7 +122,7 @@ def _alone(config: RunConfig, index: int, known: Known) -> Alone:
         beside=sum(each.beside_bytes for each in loaded),
         gradients=trainable,
         optimizer=stage.optimizer.state_bytes(sizes.trainable, sizes.factored),
-        copies=(_copies_reference(config, index) + (stage.ema is not None)) * trainable,
+        copies=_weight_sets(config, index) * trainable,
         critic=(0, 0, 0)
         if critic is None
         else (weights, trainable, critic.optimizer.state_bytes(sizes.trainable, sizes.factored)),
@@ -141,10 +141,16 @@ def _models(
     return [summaries[name].weights for name in sorted(names) if not part_names(config.policies[name])]
 
 
+def _weight_sets(config: RunConfig, index: int) -> int:
+    """How many are kept as copies."""
+    stage = config.stages[index]
+    objective = build_objective(stage.algorithm, None, _REWARDS)
+    has_reference = objective.needs_reference and _copies_reference(config, index)
+    return has_reference + objective.keeps_old_policy + (stage.ema is not None)
+
+
 def _copies_reference(config: RunConfig, index: int) -> bool:
     algorithm = config.stages[index].algorithm
-    if not build_objective(algorithm, None, _REWARDS).needs_reference:
-        return False
     if isinstance(algorithm, PolicyGradientSettings) and algorithm.kl and algorithm.kl.reference.type != "fixed":
         return True
     own = policies_of(config, [config.stages[index]])

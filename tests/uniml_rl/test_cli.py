@@ -23,7 +23,7 @@ from uniml_rl.engines.endings import StoppedError
 
 INTERFACE = {
     "train": ["CONFIG", "[KEY=VALUE]", "--folder FOLDER", "--verbose/-v"],
-    "check": ["CONFIG", "[KEY=VALUE]", "--verbose/-v"],
+    "check": ["CONFIG", "[KEY=VALUE]", "--ranks RANKS", "--verbose/-v"],
     "sample": [
         *("SOURCE", "[KEY=VALUE]", "--prompt/-p PROMPT...", "--prompts-file PROMPTS_FILE", "--number/-n NUMBER=1"),
         *("--seed SEED=0", "--out OUT", "--policy POLICY", "--verbose/-v"),
@@ -58,7 +58,8 @@ HANDED_OVER = {
         (Path("a.yaml"), ["x.y=1", "z=2"], Path("out"), ANY),
     ),
     "train a.yaml": ("run", "train_from_yaml", (Path("a.yaml"), [], None, ANY)),
-    "check a.yaml x=-1": ("check", "check_from_yaml", (Path("a.yaml"), ["x=-1"])),
+    "check a.yaml x=-1": ("check", "check_from_yaml", (Path("a.yaml"), ["x=-1"], None)),
+    "check a.yaml --ranks 8": ("check", "check_from_yaml", (Path("a.yaml"), [], 8)),
     "sample runs/a -p one -p two -n 3 --seed 7 --out o x=1 --policy text": (
         "saved", "sample_from", ("runs/a", ["one", "two"], 3, 7, Path("o"), ["x=1"], "text"),
     ),
@@ -126,7 +127,7 @@ def test_a_mistake_of_the_user_is_one_message_and_exit_code_2(stand_in: Callable
 def test_a_warning_of_ours_is_one_plain_line(stand_in: Callable[..., list[Any]], tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("s: {type: a, weight: 2}\n")
     stub = stand_in("check", "check_from_yaml")
-    sys.modules["uniml_rl.check"].check_from_yaml = load_yaml  # type: ignore[attr-defined]
+    sys.modules["uniml_rl.check"].check_from_yaml = lambda path, keys, _: load_yaml(path, keys)  # type: ignore
     result = run("check a.yaml s.type=b")
     assert not stub and result.exit_code == 0
     assert result.stderr == "Warning: s: another type leaves behind s's weight (a.yaml:1).\n"

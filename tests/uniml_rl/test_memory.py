@@ -103,6 +103,15 @@ def test_weight_sets_and_the_step_come_on_top(tmp_path: Path) -> None:
     assert sizes["peak"] == pytest.approx(own + 2 * 1530 + 5 * own + 2 * own + 11)
 
 
+def test_an_objective_that_keeps_its_old_policy_has_a_copy_of_it(tmp_path: Path) -> None:
+    rewards = {"size": {"type": "jpeg_size"}}
+    block = stage(tmp_path, policy="painter", algorithm={"name": "diffusion_nft", "kl": None}, rewards=rewards)
+    painter = {"type": "image", "model": "nowhere"}
+    config = load_run(write_run(tmp_path, block, policies={"painter": painter}))
+    model = summary(torch.nn.Linear(9, 9), torch.nn.Linear(5, 5))
+    assert of_bytes(estimate(config, 0, known(painter=model)))["copies"] == 4 * 90
+
+
 def test_what_is_divided_over_ranks_and_what_is_gathered(tmp_path: Path) -> None:
     critic = {"source": "model", "optimizer": {"type": "sgd", "learning_rate": 0.1}}
     block = stage(tmp_path, algorithm={"name": "ppo"}, critic=critic, evaluation=held_out(tmp_path), ema={"decay": 0.9})

@@ -23,6 +23,8 @@ class Objective(ABC):
 
     needs_reference: bool = False
     """Whether a weight set "reference" is kept from the stage's start on."""
+    keeps_old_policy: bool = False
+    """Whether the weight set "old" is kept."""
     rollout_weights: str = "current"
     """The weight set that rollouts are sampled with."""
     resampling_rounds: int = 0

@@ -35,11 +35,12 @@ class ForwardProcessObjective(LikelihoodObjective):
         self.credit = CreditAssignment(settings.advantage)
         self.divergence = Divergence(settings.kl) if settings.kl else None
         self.needs_reference = settings.kl is not None
+        self.keeps_old_policy = settings.old is not None
         self.rollout_weights = "old" if settings.loss.needs_old_policy else "current"
 
     def start(self, policy: Policy) -> None:
         super().start(policy)
-        if self.settings.old is not None:
+        if self.keeps_old_policy:
             policy.keep("old")
 
     def prepare(
