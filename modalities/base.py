@@ -8,7 +8,7 @@ every modality is the same object: tensors of shape [B, T] (B trajectories, T de
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -185,7 +185,7 @@ class Policy(ABC):
         """Everything of this policy that training changes: trainable weights and every kept weight set."""
         return self.weight_sets.state()
 
-    def load_weight_state(self, state: dict[str, Tensor]) -> None:
+    def load_weight_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores `weight_state`; an error that names missing and unexpected keys."""
         self.weight_sets.load_state(state)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -86,7 +87,7 @@ class Critic:
         trunk = {} if self.trunk is None else {f"trunk/{key}": v for key, v in self.trunk.weight_state().items()}
         return head | trunk
 
-    def load_weight_state(self, state: dict[str, Tensor]) -> None:
+    def load_weight_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores `weight_state`."""
         self.head.load_state_dict({k.removeprefix("head/"): v for k, v in state.items() if k.startswith("head/")})
         if self.trunk is not None:

@@ -1,4 +1,9 @@
-"""Checkpoints: written aside and then renamed, hashed, never a pickle; and the lock of the run's folder."""
+"""Checkpoints: written aside by all ranks and then renamed, hashed, never a pickle; and the lock of the run's folder.
+
+A checkpoint is a folder: `weights/NAME/` for each policy and the critic and `optimizers/`, both as `stored_tensors`;
+`state.pt`, plain values and small tensors that all ranks share; `state-RANK.pt`, what another rank alone knows; and the
+manifest. Any number of ranks and any of PyTorch's engines can go on from it.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +22,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from modalities.errors import UserError
 from uniml_rl.full_disk import first_line, is_full_disk
+from uniml_rl.stored_tensors import StoredTensor, StoredTensors, shard_prefix, store
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
-_STATE = "state.pt"
+_STATE, _WEIGHTS, _OPTIMIZERS = "state.pt", "weights", "optimizers"
+_STORED = "stored tensor"
+"""In place of a tensor that lies in `optimizers/`: this, and its name there."""
 _PREFIX = "iteration-"
 _REPLACED, _REMOVED = ".replaced-", ".removed-"
 
@@ -52,6 +59,11 @@ def _alone() -> None:
     """Where the ranks would meet."""
 
 
+def _own(names: list[str]) -> list[str]:
+    """What all ranks would say."""
+    return names
+
+
 def sync_folder(folder: Path) -> None:
     """Makes the folder's entries survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -66,16 +78,8 @@ def _flush(path: Path) -> None:
         os.fsync(handle.fileno())
 
 
-def _finish_file(path: Path) -> str:
-    """Flushes the file to the disk and returns its SHA-256."""
-    _flush(path)
-    return _sha256(path)
-
-
-def _save_weights(weights: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
-    for name, tensors in weights.items():
-        contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        save_file(contiguous, folder / f"{name}.safetensors")
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _sha256(path: Path) -> str:
@@ -90,8 +94,8 @@ def _sha256(path: Path) -> str:
 class Checkpoint:
     """A loaded checkpoint."""
 
-    weights: dict[str, dict[str, Tensor]]  # policy or critic name -> its weight state
-    state: dict[str, Any]  # optimizers, positions, statistics: tensors and plain values
+    weights: dict[str, StoredTensors]  # policy or critic name -> its weight state
+    state: dict[str, Any]  # positions, statistics, optimizers (their large tensors as StoredTensor)
     manifest: dict[str, Any]
     own: dict[str, Any] | None = None  # this rank's own state, if it is not rank 0 and the checkpoint has it
 
@@ -115,6 +119,27 @@ class Checkpoint:
         return self.state
 
 
+def _taken_out(state: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    """The nested state with a mark in place of every tensor of more than one element, which goes into `tensors`."""
+    if isinstance(state, Tensor) and state.numel() > 1:
+        tensors[place] = state
+        return {_STORED: place}
+    if isinstance(state, Mapping):
+        return {
+            key: _taken_out(value, f"{place}/{key}" if place else str(key), tensors) for key, value in state.items()
+        }
+    return state
+
+
+def _put_back(state: Any, tensors: StoredTensors) -> Any:
+    """The nested state with tensors to be read later in place of the marks."""
+    if isinstance(state, Mapping):
+        if _STORED in state:
+            return StoredTensor(tensors, state[_STORED])
+        return {key: _put_back(value, tensors) for key, value in state.items()}
+    return state
+
+
 def _own_part(state: Mapping[str, Any]) -> dict[str, Any]:
     """Of an open stage's state what may differ between ranks."""
     if "trainer" not in state:
@@ -133,6 +158,15 @@ def _keeps_samples(state: Mapping[str, Any]) -> bool:
     return any([*replay.values(), *rewards])
 
 
+def _written_by(rank: int, folder: Path) -> list[Path]:
+    """A rank's files, flushed to the disk."""
+    prefixes = (shard_prefix(rank), _state_file(rank))
+    own = [path for path in _files(folder) if path.name.startswith(prefixes)]
+    for path in own:
+        _flush(path)
+    return own
+
+
 class CheckpointStore:
     """The checkpoints of one run, one folder each, named by the number of finished iterations of the whole run."""
 
@@ -148,12 +182,14 @@ class CheckpointStore:
         about: dict[str, Any],
         rank: int = 0,
         meet: Callable[[], None] = _alone,
+        share: Callable[[list[str]], list[str]] = _own,
     ) -> Path:
         """Writes a complete checkpoint aside, flushes it, renames it, and then removes old ones.
 
         `about` is readable information for the manifest. A kill at any moment leaves either the old set of checkpoints
         or the new one; an earlier checkpoint of the same iteration is replaced only by the rename. Of several ranks all
-        call it; those other than 0 add what they alone know, and `meet` returns when all have come to it.
+        call it, each with its parts of sharded tensors; those other than 0 add what they alone know. `meet` returns
+        when all have come to it, `share` the names that any rank brings.
         """
         final = self.folder / f"{_PREFIX}{iteration:06d}"
         aside, replaced = (self.folder / f"{state}{final.name}" for state in (".writing-", _REPLACED))
@@ -165,15 +201,20 @@ class CheckpointStore:
             meet()
             if not aside.is_dir():
                 raise UserError(f"rank {rank} does not see {aside}: a run's folder must be one that all nodes share.")
+            tensors = {f"{_WEIGHTS}/{name}": each for name, each in weights.items()}
+            if "trainer" in state:
+                moments: dict[str, Tensor] = {}
+                engine = _taken_out(state["trainer"]["engine"], "", moments)
+                state = {**state, "trainer": {**state["trainer"], "engine": engine}}
+                tensors[_OPTIMIZERS] = moments
             # A handle, because torch's own file does not say why it could not be written.
             with (aside / _state_file(rank)).open("wb") as handle:
                 torch.save(state if rank == 0 else _own_part(state), handle)
-            _flush(aside / _state_file(rank))
+            for place, each in tensors.items():
+                store(each, aside / place)
+            hashes = share([f"{_sha256(path)} {path.relative_to(aside)}" for path in _written_by(rank, aside)])
             if rank == 0:
-                _save_weights(weights, aside)
-            meet()
-            if rank == 0:
-                self._finish(aside, final, replaced, {"iteration": iteration, **about})
+                self._finish(aside, final, replaced, hashes, {"iteration": iteration, **about})
             meet()
         except Exception as error:
             if rank == 0:  # another rank cannot know whether this one still writes
@@ -188,13 +229,14 @@ class CheckpointStore:
             self._remove_old(replaced)
         return final
 
-    def _finish(self, aside: Path, final: Path, replaced: Path, about: dict[str, Any]) -> None:
+    def _finish(self, aside: Path, final: Path, replaced: Path, hashes: list[str], about: dict[str, Any]) -> None:
         """The manifest, the flush and the rename of what all ranks have written aside."""
-        hashes = {path.name: _finish_file(path) for path in sorted(aside.iterdir())}
-        manifest = {"schema": SCHEMA, **about, "sha256": hashes, "environment": environment()}
+        by_name = {name: digest for digest, _, name in (line.partition(" ") for line in hashes)}
+        manifest = {"schema": SCHEMA, **about, "sha256": by_name, "environment": environment()}
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=2))
-        _finish_file(aside / MANIFEST)
-        sync_folder(aside)
+        _flush(aside / MANIFEST)
+        for folder in {path.parent for path in _files(aside)}:
+            sync_folder(folder)
         if final.exists():  # a stage that ended without an iteration
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
@@ -227,8 +269,8 @@ class CheckpointStore:
         return complete[-1] if complete else None
 
 
-def load_checkpoint(folder: Path, rank: int = 0) -> Checkpoint:
-    """Reads and verifies a checkpoint, with the own state of one rank.
+def load_checkpoint(folder: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:
+    """Reads a checkpoint, with the own state of one rank, which verifies its share of the files.
 
     Raises UserError that names the file if it is missing, or a hash or the schema does not fit.
     """
@@ -241,16 +283,16 @@ def load_checkpoint(folder: Path, rank: int = 0) -> Checkpoint:
         ) from error
     if manifest["schema"] != SCHEMA:
         raise UserError(f"{folder}: checkpoint schema {manifest['schema']}, but this version reads schema {SCHEMA}.")
-    for name, digest in manifest["sha256"].items():
+    for name, digest in list(manifest["sha256"].items())[rank::ranks]:
         if not (folder / name).is_file() or _sha256(folder / name) != digest:
             raise UserError(
                 f"{folder / name} is missing or damaged (its SHA-256 is not the manifest's). Remove the folder to go "
                 "on from the checkpoint before it."
             )
-    weights = {
-        Path(name).stem: load_file(folder / name) for name in manifest["sha256"] if name.endswith(".safetensors")
-    }
+    weights = {path.name: StoredTensors(path) for path in sorted((folder / _WEIGHTS).glob("*"))}
     state = torch.load(folder / _STATE, weights_only=True)
+    if "trainer" in state:
+        state["trainer"]["engine"] = _put_back(state["trainer"]["engine"], StoredTensors(folder / _OPTIMIZERS))
     has_own = rank > 0 and _state_file(rank) in manifest["sha256"]
     own = torch.load(folder / _state_file(rank), weights_only=True) if has_own else None
     return Checkpoint(weights, state, manifest, own)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from modalities.base import Policy
 from modalities.critic import Critic, ValueHead
@@ -109,7 +111,7 @@ class Curriculum:
         latest = self.store.latest() if self._leads else None
         checkpoint = None
         for name in self.engine.union_of_names([latest.name] if latest else []):  # rank 0 has chosen for all
-            checkpoint = load_checkpoint(self.store.folder / name, self.engine.rank)
+            checkpoint = load_checkpoint(self.store.folder / name, self.engine.rank, self.engine.world_size)
             self.position = Position(**checkpoint.state["position"])
             self._restored, self._restored_weights = checkpoint.state_on(self.engine.world_size), checkpoint.weights
         if self.writer is not None:
@@ -383,17 +385,18 @@ class Curriculum:
         # A policy made of parts is their weights, unless its own stage is in progress and has kept other sets of them.
         needed -= {name for name in needed if part_names(self.config.policies[name])}
         needed |= {stage.config.policy} if stage else set()
-        weights = {
-            name: self.engine.whole(policy.weight_state()) for name, policy in self.policies.items() if name in needed
+        weights: dict[str, Mapping[str, Tensor]] = {
+            name: self.engine.stored(policy.weight_state()) for name, policy in self.policies.items() if name in needed
         }
         state: dict[str, Any] = {"position": vars(self.position) | {"rewards": list(self.position.rewards)}}
         if stage is not None:
             state |= {"trainer": stage.trainer.state_dict(), "rewards": stage.rewards.state_dict()}
             if stage.critic is not None:
-                weights[CRITIC] = self.engine.whole(stage.critic.weight_state())
+                weights[CRITIC] = self.engine.stored(stage.critic.weight_state())
         # Policies that were restored, but that no stage has opened since, are in nobody else's hands.
         weights |= {name: kept for name, kept in self._restored_weights.items() if name in needed}
         stage_name = self.config.stages[first_needed].name
         about = {"run": self.config.name, "stage": stage_name}
-        self.store.save(self.position.total_iterations, weights, state, about, self.engine.rank, self.engine.wait)
+        together = self.engine.rank, self.engine.wait, self.engine.union_of_names
+        self.store.save(self.position.total_iterations, weights, state, about, *together)
         return time.perf_counter() - started

@@ -10,7 +10,6 @@ import pytest
 import torch
 from contracts.catalog import POLICY, run_config
 from contracts.harness import make_trainer
-from safetensors.torch import load_file
 from tiny_models_text import tiny_llama
 from torch import Tensor, nn
 from toy_runs import interrupt, stage, write_run
@@ -18,7 +17,7 @@ from toy_runs import interrupt, stage, write_run
 from modalities.lora import LoraSettings
 from modalities.text import TextPolicyConfig
 from uniml_rl.build import build_policy
-from uniml_rl.checkpoint import CheckpointStore
+from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
 from uniml_rl.engines import loss_scale
 from uniml_rl.engines.loss_scale import LossScale
 from uniml_rl.engines.optimizers import OptimizerSettings
@@ -143,6 +142,6 @@ def test_a_resumed_run_has_the_scale_of_one_that_was_not_interrupted(
         scales.append([json.loads(line)["metrics"].get("gradient/loss_scale") for line in lines])
         newest = CheckpointStore(folder / "checkpoints", 1).latest()
         assert newest is not None
-        weights.append(load_file(newest / "letters.safetensors"))
+        weights.append(dict(load_checkpoint(newest).weights["letters"]))
     assert scales[0] == scales[1] == 2 * [2.0**power for power in (16, 16, 17, 17, 18)]
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())

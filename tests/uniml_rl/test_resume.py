@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from modalities.errors import UserError
 from uniml_rl import checkpoint, curriculum
@@ -99,7 +98,7 @@ def rows(folder: Path) -> list[dict]:
 
 def assert_same_run(folder: Path, other: Path) -> None:
     newest = [checkpoint.CheckpointStore(run / "checkpoints", 1).latest() for run in (folder, other)]
-    weights = [load_file(path / "letters.safetensors") for path in newest if path]
+    weights = [dict(checkpoint.load_checkpoint(path).weights["letters"]) for path in newest if path]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     assert rows(folder) == rows(other)
@@ -112,8 +111,8 @@ def assert_same_run(folder: Path, other: Path) -> None:
 MOMENTS = [
     (TorchEngine, "backward", 3),  # before the first checkpoint, in the middle of an update
     (TorchEngine, "step", 10),
-    (checkpoint, "save_file", 1),  # the first checkpoint, half written
-    (checkpoint, "save_file", 2),
+    (checkpoint, "store", 1),  # the first checkpoint, half written
+    (checkpoint, "store", 2),
     (checkpoint, "sync_folder", 1),  # between write and rename
     (checkpoint, "sync_folder", 2),  # just after the rename
     (checkpoint, "sync_folder", 3),  # the end of a stage
@@ -177,11 +176,11 @@ def test_a_folder_that_cannot_be_is_refused(config: Path, tmp_path: Path, folder
 def test_a_damaged_checkpoint_is_named(uninterrupted: Path) -> None:
     path = checkpoint.CheckpointStore(uninterrupted / "checkpoints", 1).latest()
     assert path is not None
-    weights = path / "letters.safetensors"
+    weights = next((path / "weights" / "letters").iterdir())
     good = weights.read_bytes()
     try:
         weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-        with pytest.raises(UserError, match=r"letters\.safetensors is missing or damaged"):
+        with pytest.raises(UserError, match=r"weights/letters/shard\S+ is missing or damaged"):
             checkpoint.load_checkpoint(path)
     finally:
         weights.write_bytes(good)
@@ -189,10 +188,6 @@ def test_a_damaged_checkpoint_is_named(uninterrupted: Path) -> None:
 
 def full(*args: object) -> None:
     raise OSError(28, "No space left on device")
-
-
-def full_for_safetensors(*args: object) -> None:
-    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
 def save_to_full_disk(*args: object) -> None:
@@ -209,7 +204,7 @@ FULL = {
     "a system call": (checkpoint, "sync_folder", full),
     "torch": (torch, "save", save_to_full_disk),
     "torch by name": (torch, "save", save_to_full_disk_by_name),
-    "safetensors": (checkpoint, "save_file", full_for_safetensors),
+    "a rank's shard": (HuggingFaceStorageWriter, "write_data", full),
 }
 
 

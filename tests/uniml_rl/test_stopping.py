@@ -78,7 +78,7 @@ MOMENTS = {
     "reward": (Surprise, "score", 2, 1),
     "update": (TorchEngine, "step", 7, 4),
     "evaluation": (Evaluator, "sample", 3, 2),  # with the averaged weights
-    "checkpoint": (checkpoint, "save_file", 1, 3),
+    "checkpoint": (checkpoint, "store", 1, 3),
     "end of a stage": (curriculum, "export_policy", 1, 5),
     "between stages": (checkpoint, "sync_folder", 4, 5),
     "opening": (TorchEngine, "attach", 2, 5),

@@ -76,6 +76,10 @@ class Engine(ABC):
         """Tensors of the attached modules with all their parts, on every rank; every rank asks."""
         return dict(tensors)
 
+    def stored(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Tensors of the attached modules as a checkpoint keeps them: torch's sharded tensors, or whole ones."""
+        return tensors
+
     @abstractmethod
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision in which forward passes run."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from modalities.shards import blocks_of, divided_like, give_back, whole
+from modalities.shards import blocks_of, give_back, whole
 from uniml_rl.engines.base import StepReport
 from uniml_rl.engines.distributed import DistributedEngine, digest_of
 from uniml_rl.engines.lockstep import Lockstep
@@ -99,38 +99,6 @@ class ShardedEngine(DistributedEngine):
         with exchanging("summing numbers"):
             dist.all_reduce(total, group=self.mesh.get_group("shard"))
         return math.sqrt(float(total)) if total >= 0 else math.nan
-
-    def state_dict(self) -> dict[str, Any]:
-        """As of one process, so that any engine of PyTorch can go on from it."""
-        with exchanging("gathering moments"):
-            return cast(dict[str, Any], _mapped(super().state_dict(), whole))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        optimizers = {}
-        for name, kept in state["optimizers"].items():
-            parameters = self._parameters(name)
-            moments = {
-                index: {
-                    key: divided_like(value, parameters[index]) if _is_like(value, parameters[index]) else value
-                    for key, value in values.items()
-                }
-                for index, values in kept["state"].items()
-            }
-            optimizers[name] = {**kept, "state": moments}
-        super().load_state_dict({**state, "optimizers": optimizers})
-
-
-def _is_like(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
-
-
-def _mapped(value: Any, function: Any) -> Any:
-    """The nested state with every tensor replaced."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _mapped(each, function) for key, each in value.items()}
-    return value
 
 
 def units_of(root: FSDPModule) -> list[FSDPModule]:

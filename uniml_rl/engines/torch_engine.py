@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from modalities.errors import UserError
 from modalities.settings import Settings
-from modalities.shards import local_part
+from modalities.shards import divided_like, local_part
 from uniml_rl.engines.base import PRECISIONS, Engine, Splits, StepReport
 from uniml_rl.engines.loss_scale import LossScale
 from uniml_rl.engines.optimizers import OptimizerSettings, learning_rate_at
 from uniml_rl.engines.ranks import Launch, join, launched
+from uniml_rl.stored_tensors import as_read
 
 
 class TorchEngineConfig(Settings):
@@ -229,7 +230,21 @@ class TorchEngine(Engine):
                 f"the checkpoint's optimizers are {sorted(state['optimizers'])}, the run's {sorted(self._optimizers)}."
             )
         for name, optimizer in self._optimizers.items():
-            optimizer.load_state_dict(state["optimizers"][name])
+            optimizer.load_state_dict(_divided(state["optimizers"][name], self._parameters(name)))
         self._skipped_in_a_row = state["skipped_in_a_row"]
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(state["loss_scale"])
+
+
+def _divided(state: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
+    """An optimizer's state with what is stored read, and what is shaped like its parameter sharded like it."""
+    moments = {}
+    for index, kept in state["state"].items():
+        like = parameters[index]
+        read = {key: as_read(value) for key, value in kept.items()}
+        moments[index] = {key: divided_like(v, like) if _is_like(v, like) else v for key, v in read.items()}
+    return {**state, "state": moments}
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape

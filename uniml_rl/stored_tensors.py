@@ -1,0 +1,113 @@
+"""Tensors in a folder of safetensors files, each rank's parts in its own: written by torch's distributed checkpoints.
+
+Whatever number of ranks has written them, any number reads them, one tensor at a time, whole.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+from uniml_rl.engines.ranks import exchanging
+
+_SHARDING = "DCP_SHARDING_INFO"
+_OFFSETS = "saved_offsets"
+
+
+def shard_prefix(rank: int) -> str:
+    """With which the names of the files begin that a rank writes."""
+    return f"shard-{rank + 1:05d}-"
+
+
+def store(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes the tensors; every rank calls it with the same names and the parts that it holds.
+
+    A tensor that every rank holds whole is written by one of them. Raises OSError on every rank if one could not write.
+    """
+    if not tensors:
+        return
+    state = {key: value.detach() for key, value in tensors.items()}
+    together = dist.is_initialized()
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        with exchanging("writing a checkpoint"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be in one process
+            dcp.save(state, storage_writer=writer, no_dist=not together)
+    except CheckpointException as failed:  # no Exception, but a BaseException
+        rank, (error, _) = next(iter(failed.failures.items()))
+        if isinstance(error, OSError):
+            raise OSError(error.errno, f"{error.strerror or error} (rank {rank})") from failed
+        raise error from failed
+
+
+@dataclass(frozen=True)
+class _Part:
+    file: Path
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a folder that `store` has written, each read from the disk when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._parts: dict[str, list[_Part]] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                sharding = json.loads((opened.metadata() or {}).get(_SHARDING, "{}"))
+                for key in opened.keys():  # noqa: SIM118  # it is no dictionary
+                    shape = tuple(opened.get_slice(key).get_shape())
+                    offsets = tuple(sharding[key][_OFFSETS]) if key in sharding else (0,) * len(shape)
+                    self._parts.setdefault(key, []).append(_Part(file, offsets, shape))
+
+    def __getitem__(self, key: str) -> Tensor:
+        parts = self._parts[key]
+        read = [self._read(part, key) for part in parts]
+        if len(parts) == 1:
+            return read[0]
+        ends = [[o + n for o, n in zip(part.offsets, part.shape, strict=True)] for part in parts]
+        whole = read[0].new_empty([max(along) for along in zip(*ends, strict=True)])
+        for part, value in zip(parts, read, strict=True):
+            whole[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))] = value
+        return whole
+
+    @staticmethod
+    def _read(part: _Part, key: str) -> Tensor:
+        with safe_open(part.file, framework="pt") as opened:
+            value: Tensor = opened.get_tensor(key)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One of them, to be read later."""
+
+    tensors: StoredTensors
+    key: str
+
+    def read(self) -> Tensor:
+        """The whole tensor, on the CPU."""
+        return self.tensors[self.key]
+
+
+def as_read(value: Any) -> Any:
+    """The tensor itself, if `value` is one to be read later."""
+    return value.read() if isinstance(value, StoredTensor) else value
