@@ -33,12 +33,15 @@ class WeightSets:
         """The trainable parameters by `module.parameter` name; of sharded modules the shards."""
         for module in self.modules.values():
             give_back(module)
-        return {
+        found = {
             f"{module_name}.{name}": parameter
             for module_name, module in self.modules.items()
             for name, parameter in module.named_parameters()
             if parameter.requires_grad
         }
+        for tensors in self._sets.values():  # kept or restored before an engine sharded the modules
+            tensors |= {k: divided_like(v, found[k]) for k, v in tensors.items() if not is_divided(v)}
+        return found
 
     def names(self) -> list[str]:
         """The sets that exist, "current" first."""

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modalities.errors import UserError
+from modalities.shards import is_divided
 from uniml_rl.full_disk import first_line, is_full_disk
 from uniml_rl.stored_tensors import StoredTensor, StoredTensors, shard_prefix, store
 
@@ -120,8 +121,10 @@ class Checkpoint:
 
 
 def _taken_out(state: Any, place: str, tensors: dict[str, Tensor]) -> Any:
-    """The nested state with a mark in place of every tensor of more than one element, which goes into `tensors`."""
-    if isinstance(state, Tensor) and state.numel() > 1:
+    """The nested state with a mark in place of every tensor that is sharded or no single number, which goes into
+    `tensors`.
+    """
+    if isinstance(state, Tensor) and (state.numel() > 1 or is_divided(state)):
         tensors[place] = state
         return {_STORED: place}
     if isinstance(state, Mapping):

@@ -1,19 +1,15 @@
 """Several processes train as one does, share what they must, and end together: `rank_work.py` is what they run."""
 
 import json
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pairs import LAUNCHER, LIMIT, TESTS, ends, free_port, start, start_pair
 from rank_work import RESULTS, RUN, STEPS, TABLE, WHOLE
 from toy_runs import COUNT_A, COUNT_B, held_out, load_run, on_ranks, rows_of, stage, weights_of, write_run
 
@@ -27,11 +23,8 @@ from uniml_rl.engines.torch_engine import TorchEngineConfig
 from uniml_rl.evaluation import Evaluation
 from uniml_rl.run import train_from_yaml
 
-TESTS = Path(__file__).resolve().parents[1]
 SCRIPTS = TESTS.parent / "scripts" / "launch"
-LIMIT = 300
 MORTAL = {"surprise": {"type": "rank_work:MortalConfig"}}
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(scope="module")
@@ -64,39 +57,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     engine = {"type": "torch", "device": "cpu", "shard": "ddp", "timeout_seconds": 240}
     write_run(folder, first, second, engine=engine, checkpoint={"every": 2})
     return folder
-
-
-def start(command: Sequence[str], environment: dict[str, str], program: str = sys.executable) -> subprocess.Popen[str]:
-    """A process that finds the tests' own components."""
-    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    shared = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
-    shared |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    shared["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # `python` is this one
-    return subprocess.Popen(
-        [program, *command], env=shared | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def start_pair(command: Sequence[str], **environment: str) -> list[subprocess.Popen[str]]:
-    """Two ranks without a launcher that would end one when the other does."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    return [start(command, address | {"RANK": r, "LOCAL_RANK": r} | environment) for r in ("0", "1")]
-
-
-def ends(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each; all are ended if one of them hangs."""
-    try:
-        said = [process.communicate(timeout=LIMIT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, *each) for process, each in zip(processes, said, strict=True)]
 
 
 def train_command(folder: Path, *overrides: str, run: str = "killed") -> list[str]:

@@ -1,0 +1,127 @@
+"""What the processes of test_sharded.py do: `python sharded_work.py FOLDER`, once per rank, writes sharded.json."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from contracts.harness import make_critic
+from rank_work import RUN, Scores
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from toy_runs import load_run, prompts, stage
+
+from modalities.text import TextPolicyConfig
+from uniml_rl.build import StageConfig, build_objective
+from uniml_rl.config import load_yaml
+from uniml_rl.engines.base import Engine
+from uniml_rl.engines.ranks import ending_together, launched
+from uniml_rl.engines.torch_engine import TorchEngineConfig
+from uniml_rl.run import train
+from uniml_rl.trainer import Trainer
+
+RESULTS, FROM_ONE = "sharded.json", "from-one"
+RUNS = {"fsdp": "gathered", "fsdp-sharded": "sharded"}
+
+
+def held(tensors: list[Tensor]) -> int:
+    """Bytes of memory behind tensors, whatever part of it they show."""
+    storages = [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+
+
+class Gathers(TorchDispatchMode):
+    """Elements of every all-gather within the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = list[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather" in func.name():
+            self.elements.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def measure(folder: Path, engine: Engine) -> dict[str, Any]:
+    """Bytes that this rank holds of a policy and its critic, and what an iteration gathers in its rollout."""
+    block = TextPolicyConfig.model_validate({"model": str(folder.parent / "model"), "sampling": {"max_new_tokens": 6}})
+    policy = block.build("policy", "cpu", 0)
+    keys = {"algorithm": {"name": "ppo", "minibatches": 1}, "critic": {}, "prompts_per_iteration": 3, "micro_batch": 2}
+    config = StageConfig.model_validate(
+        stage(folder, **keys) | {"prompts": prompts(folder, "one two three") | {"shuffle": False}}
+    )
+    critic = make_critic(policy)
+    modules: dict[str, dict[str, nn.Module]] = {
+        "policy": policy.trainable_modules(),
+        "critic": critic.trainable_modules(),
+    }
+    parameters = [p for parts in modules.values() for m in parts.values() for p in m.parameters()]
+    whole = sum(p.nbytes for p in parameters)
+    engine.attach({name: (parts, config.optimizer) for name, parts in modules.items()})
+    parameters = [p for parts in modules.values() for m in parts.values() for p in m.parameters()]
+    found: dict[str, Any] = {"whole": whole, "parameters": held(parameters)}
+    assert config.prompts is not None
+    objective = build_objective(config.algorithm, critic, None)
+    objective.start(policy)
+    trainer = Trainer(policy, config.prompts.build(0), Scores(), objective, engine, config, 0, 0)
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        own = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients[id(optimizer)] = held(own)
+
+    gradients = dict[int, int]()
+    hook = register_optimizer_step_pre_hook(look)
+    rollout = policy.rollout
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        found["gathers inside"] = -len(gathers.elements)
+        result = rollout(*args, **kwargs)
+        found["gathers inside"] += len(gathers.elements)
+        return result
+
+    policy.rollout = counting  # type: ignore[method-assign]
+    with Gathers() as gathers:
+        trainer._rollout(trainer.source, 0, 0, 3, _unlogged())
+    found["gathered in a rollout"] = sum(gathers.elements) * 4
+    trainer.iterate(0)
+    hook.remove()
+    found["gradients"] = sum(gradients.values())
+    moments = [v for o in engine._optimizers.values() for s in o.state.values() for v in s.values() if v.numel() > 1]
+    found["moments"] = held(moments)
+    found["policy"] = sum(p.numel() * 4 for m in policy.trainable_modules().values() for p in m.parameters())
+    return found
+
+
+def _unlogged() -> Any:
+    from uniml_rl.monitor.metrics import Metrics
+
+    return Metrics()
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    launch = launched()
+    own = folder / f"models-{launch.rank}"
+    own.mkdir()
+    with ending_together(launch):
+        engines = {
+            name: TorchEngineConfig.model_validate({"device": "cpu", "shard": "fsdp", "rollout_weights": rollouts})
+            for name, rollouts in RUNS.items()
+        }
+        results = {name: measure(own, engine.build()) for name, engine in engines.items()}
+        loaded = load_yaml(folder / RUN)
+        for name in (*RUNS, FROM_ONE):
+            engine = engines.get(name, engines["fsdp"])
+            train(load_run(folder / RUN).model_copy(update={"engine": engine}), loaded, folder / name)
+        if launch.rank == 0:
+            (folder / RESULTS).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
