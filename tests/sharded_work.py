@@ -89,6 +89,7 @@ def measure(folder: Path, engine: Engine) -> dict[str, Any]:
     with Gathers() as gathers:
         trainer._rollout(trainer.source, 0, 0, 3, _unlogged())
     found["gathered in a rollout"] = sum(gathers.elements) * 4
+    policy.rollout = rollout  # type: ignore[method-assign]
     trainer.iterate(0)
     hook.remove()
     found["gradients"] = sum(gradients.values())
