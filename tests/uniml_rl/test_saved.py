@@ -150,6 +150,8 @@ def test_a_run_that_has_only_begun_says_so(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_one_message(run: Path, tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing"  # a run of another test may lie beside `tmp_path` itself
+    nothing.mkdir()
     for call in (
         lambda source: sample_from(source, ["x"], 1, 0, tmp_path),
         lambda source: export_from(source, tmp_path / "out"),
@@ -158,7 +160,7 @@ def test_mistakes_are_one_message(run: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"rum does not exist: expected .*; did you mean '.*/run'\?$"):
             call(str(run.parent / "rum"))
         with pytest.raises(UserError, match=r"has (no|none of) config\.yaml.*expected a run's folder[^;]*$"):
-            call(str(tmp_path))  # not: did you mean the folder itself
+            call(str(nothing))  # not: did you mean the folder itself
     with pytest.raises(UserError, match=r"has no policy 'aa'; it has \['a', 'b'\]; did you mean 'a'\?"):
         sample_from(str(run), ["x"], 1, 0, tmp_path, (), "aa")
     with pytest.raises(UserError, match=r"temperature=0\.5: this policy has no sampling settings to change"):
