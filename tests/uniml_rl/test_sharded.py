@@ -15,8 +15,8 @@ from toy_runs import held_out, rows_of, stage, write_run
 from transformers import AutoModelForCausalLM
 
 from modalities.errors import UserError
+from modalities.shards import blocks_of
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
-from uniml_rl.engines.sharded import blocks_of
 from uniml_rl.engines.torch_engine import TorchEngineConfig
 from uniml_rl.run import train_from_yaml
 
