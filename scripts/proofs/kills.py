@@ -236,7 +236,7 @@ def main() -> None:
     for run in itertools.count(1):
         folder = arguments.runs / f"run-{run}"
         kills += interrupted(
-            [*command, str(folder)], folder, duration, kinds, arguments.kills - kills, arguments.ranks, chance
+            [*command, str(folder)], folder, durations, kinds, arguments.kills - kills, arguments.ranks, chance
         )
         found = differences(folder, whole)
         ends.append(f"{folder.name}: {'DIFFERENT: ' + ', '.join(found) if found else 'equal bit for bit'}")

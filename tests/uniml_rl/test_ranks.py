@@ -11,17 +11,32 @@ import pytest
 import torch
 from pairs import LAUNCHER, LIMIT, TESTS, ends, free_port, start, start_pair
 from rank_work import RESULTS, RUN, STEPS, TABLE, WHOLE
-from toy_runs import COUNT_A, COUNT_B, held_out, load_run, on_ranks, rows_of, stage, weights_of, write_run
+from toy_runs import (
+    COUNT_A,
+    COUNT_B,
+    RankEngine,
+    held_out,
+    load_run,
+    on_ranks,
+    prompts,
+    rows_of,
+    stage,
+    weights_of,
+    write_run,
+)
 
 from modalities.errors import UserError
 from uniml_rl.alike import check_alike
 from uniml_rl.check import check_shares
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
 from uniml_rl.config import load_yaml
+from uniml_rl.curriculum import Curriculum
 from uniml_rl.engines.ranks import Launch, launched
 from uniml_rl.engines.torch_engine import TorchEngineConfig
 from uniml_rl.evaluation import Evaluation
+from uniml_rl.monitor.progress import Progress
 from uniml_rl.run import train_from_yaml
+from uniml_rl.stopping import Stop
 
 SCRIPTS = TESTS.parent / "scripts" / "launch"
 MORTAL = {"surprise": {"type": "rank_work:MortalConfig"}}
@@ -293,6 +308,21 @@ def test_what_the_ranks_read_must_be_the_same() -> None:
     on_ranks(3, lambda engine: check_alike(engine, "the data", "same"))
     with pytest.raises(UserError, match="rank 1, 2 has read another version of the data than rank 0"):
         on_ranks(3, lambda engine: check_alike(engine, "the data", "same" if engine.rank == 0 else "other"))
+
+
+@pytest.mark.parametrize("what", ["data", "evaluation's prompts"])
+def test_a_stream_that_ends_early_on_one_rank_is_refused_before_training(tmp_path: Path, what: str) -> None:
+    def open_stage(engine: RankEngine) -> None:
+        folder = tmp_path / str(engine.rank)
+        folder.mkdir()
+        own = prompts(folder, "one two three" if engine.rank == 0 else "one two")
+        keys = {"prompts": own} if what == "data" else {"evaluation": {"prompts": own}}
+        path = write_run(folder, stage(tmp_path, **keys))
+        Curriculum(load_run(path), folder, engine, "cpu", None, Progress(quiet=True), Stop())._open(0)
+
+    prompts(tmp_path)
+    with pytest.raises(UserError, match=f"rank 1 has read another version of the {what} of stage 'only' than rank 0"):
+        on_ranks(2, open_stage)
 
 
 def test_a_time_out_that_nothing_waits_for_is_refused() -> None:
