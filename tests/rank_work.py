@@ -59,7 +59,7 @@ class MortalConfig(RewardConfig):
 
 
 class Mortal(Surprise):
-    """DIE_AT, FAIL_AT, HANG_AT, FULL_AT, STOP_AT and STOP_LAUNCHER_AT are `<rank> <call>`."""
+    """DIE_AT, DIE_SAVING_AT, FAIL_AT, FULL_AT, HANG_AT, STOP_AT and STOP_LAUNCHER_AT are `<rank> <call>`."""
 
     calls = 0
 
@@ -75,6 +75,8 @@ class Mortal(Surprise):
             time.sleep(2)  # the launcher passes it on
         if os.environ.get("FULL_AT") == here:
             torch.save = _save_to_full_disk
+        if os.environ.get("DIE_SAVING_AT") == here:
+            torch.save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         if os.environ.get("HANG_AT") == here:
             time.sleep(600)
         if os.environ.get("FAIL_AT") == here:

@@ -203,12 +203,18 @@ def test_a_time_out_says_where_every_rank_is(folder: Path) -> None:
     assert "it was in reward (stage first, iteration 2), in " in hanging
 
 
-def test_a_disk_that_is_full_for_one_rank_ends_all_with_its_message_and_the_last_checkpoint(folder: Path) -> None:
+def test_a_full_disk_or_a_kill_while_one_rank_saves_ends_all_and_leaves_the_checkpoint_before(folder: Path) -> None:
     (code, _, said), (other_code, _, other_said) = ends(start_pair(train_command(folder, run="full"), FULL_AT="1 3"))
     assert (code, other_code) == (2, 2)
     assert re.search(r"Error: checkpoint .*iteration-000004 could not be written .*last good one is kept", other_said)
     assert "Error" not in said
     assert [path.name for path in (folder / "full" / "checkpoints").iterdir()] == ["iteration-000002"]
+
+    ended = ends(start_pair(train_command(folder, run="full"), DIE_SAVING_AT="1 1"))
+    assert [code for code, _, _ in ended] == [1, -signal.SIGKILL]
+    assert "  rank 1: checkpoint (stage first, iteration 4) for " in ended[0][2]
+    kept = CheckpointStore(folder / "full" / "checkpoints", 1).complete()
+    assert [path.name for path in kept] == ["iteration-000002"]
 
 
 ENGINE = """

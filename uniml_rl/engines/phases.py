@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import asdict, dataclass, replace
 
@@ -30,6 +31,8 @@ class Phase:
         return cls(**json.loads(text))
 
 
+changed = threading.Event()
+"""Set whenever a phase begins, for the thread that publishes it."""
 _now = Phase(since=time.time())
 
 
@@ -48,3 +51,4 @@ def enter(name: str, stage: str | None = None, iteration: int | None = None) -> 
         iteration=_now.iteration if iteration is None else iteration,
         since=time.time(),
     )
+    changed.set()

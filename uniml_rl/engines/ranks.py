@@ -148,6 +148,7 @@ def ending_together(launch: Launch) -> Iterator[None]:
         raise meeting.first_to_end(error) from error
     finally:
         over.set()
+        phases.changed.set()
         watch.join()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -189,7 +190,9 @@ class _Meeting:
     def watch(self, over: threading.Event) -> None:
         """Publishes this rank's phase, and ends it when another one has ended the run and it cannot notice."""
         said = self.stale
-        while said == self.stale and not over.wait(_POLL):
+        while said == self.stale and not over.is_set():
+            phases.changed.wait(_POLL)
+            phases.changed.clear()
             try:
                 self._say_phase()
                 if self.launch.rank != 0:
