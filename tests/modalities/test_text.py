@@ -577,9 +577,9 @@ def test_the_chosen_layout_of_prompts_changes_nothing(llama: Path) -> None:
     policy = build(llama)
     trajectory = policy.rollout(requests())
     segment = segment_of(trajectory)
-    assert policy.model._shares_prompts
+    assert policy.model.shares_prompts
     shared = replayed(policy, trajectory, 100)
-    policy.model._shares_prompts = False
+    policy.model.shares_prompts = False
     torch.testing.assert_close(replayed(policy, trajectory, 100), shared, rtol=1e-5, atol=1e-5)
     order = torch.randperm(len(segment.prompt_tokens), generator=torch.Generator().manual_seed(0))
     segment.prompt_tokens, segment.prompt_mask = left_pad(
