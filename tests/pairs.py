@@ -33,8 +33,14 @@ def free_port() -> str:
 
 def start_pair(command: Sequence[str], **environment: str) -> list[subprocess.Popen[str]]:
     """Two ranks without a launcher that would end one when the other does."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    return [start(command, address | {"RANK": r, "LOCAL_RANK": r} | environment) for r in ("0", "1")]
+    return start_ranks(2, command, **environment)
+
+
+def start_ranks(ranks: int, command: Sequence[str], **environment: str) -> list[subprocess.Popen[str]]:
+    """As many ranks, without a launcher."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks)}
+    numbers = [str(rank) for rank in range(ranks)]
+    return [start(command, address | {"RANK": number, "LOCAL_RANK": number} | environment) for number in numbers]
 
 
 def ends(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:

@@ -26,7 +26,6 @@ from uniml_rl.build import build_objective
 from uniml_rl.experience import SegmentExperience
 from uniml_rl.objectives.credit import CreditAssignment
 
-pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed whole", exc_type=ImportError)
 logging.getLogger("trl").setLevel(logging.ERROR)
 
 PROMPTS, SIZE, LENGTH, LONGEST = 3, 2, 5, 7
