@@ -269,6 +269,9 @@ class CheckpointSettings(Settings):
     """Iterations between checkpoints; the end of a stage always writes one."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints to keep."""
+    asynchronous: bool = False
+    """Write them beside the next iteration, from a copy of weights and moments in the CPU's memory; a checkpoint counts
+    when that iteration ends."""
 
 
 class RunConfig(Settings):

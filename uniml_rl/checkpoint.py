@@ -26,8 +26,8 @@ from torch import Tensor
 
 from modalities.errors import UserError
 from modalities.shards import is_divided
+from uniml_rl.engines.stored_tensors import StoredTensor, StoredTensors, shard_prefix, store
 from uniml_rl.full_disk import first_line, is_full_disk
-from uniml_rl.stored_tensors import StoredTensor, StoredTensors, shard_prefix, store
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -176,6 +176,7 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
+        self._begun: Callable[[], None] | None = None  # what is left to do of one that is being written
 
     def save(
         self,
@@ -186,17 +187,20 @@ class CheckpointStore:
         rank: int = 0,
         meet: Callable[[], None] = _alone,
         share: Callable[[list[str]], list[str]] = _own,
+        beside: bool = False,
     ) -> Path:
         """Writes a complete checkpoint aside, flushes it, renames it, and then removes old ones.
 
         `about` is readable information for the manifest. A kill at any moment leaves either the old set of checkpoints
         or the new one; an earlier checkpoint of the same iteration is replaced only by the rename. Of several ranks all
         call it, each with its parts of sharded tensors; those other than 0 add what they alone know. `meet` returns
-        when all have come to it, `share` the names that any rank brings.
+        when all have come to it, `share` the names that any rank brings. With `beside` it returns as soon as there is a
+        copy of the tensors, which threads write while training goes on; the checkpoint counts after `settle`.
         """
+        self.settle()
         final = self.folder / f"{_PREFIX}{iteration:06d}"
         aside, replaced = (self.folder / f"{state}{final.name}" for state in (".writing-", _REPLACED))
-        try:
+        with self._keeping_the_last(final, aside, rank):
             if rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(aside, ignore_errors=True)
@@ -213,12 +217,34 @@ class CheckpointStore:
             # A handle, because torch's own file does not say why it could not be written.
             with (aside / _state_file(rank)).open("wb") as handle:
                 torch.save(state if rank == 0 else _own_part(state), handle)
-            for place, each in tensors.items():
-                store(each, aside / place)
-            hashes = share([f"{_sha256(path)} {path.relative_to(aside)}" for path in _written_by(rank, aside)])
+            written = [store(each, aside / place, beside) for place, each in tensors.items()]
+
+        def finish() -> None:
+            with self._keeping_the_last(final, aside, rank):
+                for wait in written:
+                    wait()
+                hashes = share([f"{_sha256(path)} {path.relative_to(aside)}" for path in _written_by(rank, aside)])
+                if rank == 0:
+                    self._finish(aside, final, replaced, hashes, {"iteration": iteration, **about})
+                meet()
             if rank == 0:
-                self._finish(aside, final, replaced, hashes, {"iteration": iteration, **about})
-            meet()
+                self._remove_old(replaced)
+
+        self._begun = finish
+        if not beside:
+            self.settle()
+        return final
+
+    def settle(self) -> None:
+        """Finishes the checkpoint that is being written, if there is one; all ranks call it."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun()
+
+    @contextmanager
+    def _keeping_the_last(self, final: Path, aside: Path, rank: int) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             if rank == 0:  # another rank cannot know whether this one still writes
                 shutil.rmtree(aside, ignore_errors=True)
@@ -228,9 +254,6 @@ class CheckpointStore:
                 f"checkpoint {final} could not be written ({first_line(error)}); the last good one is kept. Free disk "
                 "space and run the same command again."
             ) from error
-        if rank == 0:
-            self._remove_old(replaced)
-        return final
 
     def _finish(self, aside: Path, final: Path, replaced: Path, hashes: list[str], about: dict[str, Any]) -> None:
         """The manifest, the flush and the rename of what all ranks have written aside."""

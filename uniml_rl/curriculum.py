@@ -162,6 +162,7 @@ class Curriculum:
                 metrics["time/checkpoint"], self._checkpoint_seconds = self._checkpoint_seconds, None
             # The row comes first: a checkpoint that is found says that the rows up to it are on the disk.
             self._write(config.name, position.iteration, metrics)
+            self.store.settle()
             due = not ended and position.total_iterations % self.config.checkpoint.every == 0
             if due:
                 self._checkpoint_seconds = self._save(stage)
@@ -170,6 +171,7 @@ class Curriculum:
                 self._save(stage)
             self.progress.advance(position.iteration, metrics)
             if stops:
+                self.store.settle()
                 raise self.stop.error(f"after the {position.total_iterations} iterations that are saved")
         self.progress.note(f"stage {config.name} ended: {reason}")
         self._close(stage)
@@ -398,5 +400,6 @@ class Curriculum:
         stage_name = self.config.stages[first_needed].name
         about = {"run": self.config.name, "stage": stage_name}
         together = self.engine.rank, self.engine.wait, self.engine.union_of_names
-        self.store.save(self.position.total_iterations, weights, state, about, *together)
+        beside = self.config.checkpoint.asynchronous and stage is not None
+        self.store.save(self.position.total_iterations, weights, state, about, *together, beside=beside)
         return time.perf_counter() - started

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,9 @@ def uninterrupted(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def train_killed_at(config: Path, folder: Path, target: object, name: str, call: int) -> bool:
+def train_killed_at(
+    config: Path, folder: Path, target: object, name: str, call: int, overrides: Sequence[str] = ()
+) -> bool:
     """Trains in a child process that kills itself at the n-th call of `target.name`; whether it was killed."""
     child = os.fork()
     if child == 0:
@@ -82,7 +85,7 @@ def train_killed_at(config: Path, folder: Path, target: object, name: str, call:
 
         setattr(target, name, counted)
         try:
-            train_from_yaml(config, [], folder)
+            train_from_yaml(config, overrides, folder)
         finally:
             os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
@@ -114,11 +117,11 @@ MOMENTS = [
     (checkpoint, "store", 1),  # the first checkpoint, half written
     (checkpoint, "store", 2),
     (checkpoint, "sync_folder", 1),  # between write and rename
-    (checkpoint, "sync_folder", 2),  # just after the rename
-    (checkpoint, "sync_folder", 3),  # the end of a stage
+    (checkpoint, "sync_folder", 4),  # just after the rename
+    (checkpoint, "sync_folder", 5),  # the end of a stage
     (TorchEngine, "attach", 2),  # opening the second stage
     (TorchEngine, "step", 22),  # in the second stage, with a critic and an adaptive KL
-    (checkpoint, "sync_folder", 7),
+    (checkpoint, "sync_folder", 9),
 ]
 
 
@@ -130,6 +133,26 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(
     assert train_killed_at(config, folder, target, name, call), "the moment was never reached"
     train_from_yaml(config, [], folder)
     assert_same_run(folder, uninterrupted)
+
+
+@pytest.mark.parametrize(("target", "name", "call"), [(TorchEngine, "step", 10), (checkpoint, "sync_folder", 4)])
+def test_so_does_one_whose_checkpoints_are_written_beside_the_next_iteration(
+    config: Path, uninterrupted: Path, tmp_path: Path, target: object, name: str, call: int
+) -> None:
+    folder, beside = tmp_path / "run", ["checkpoint.asynchronous=true"]
+    assert train_killed_at(config, folder, target, name, call, beside), "the moment was never reached"
+    train_from_yaml(config, beside, folder)
+    assert_same_run(folder, uninterrupted)
+
+
+def test_what_is_written_beside_training_is_what_was_given_and_counts_when_it_is_settled(tmp_path: Path) -> None:
+    store, weight = checkpoint.CheckpointStore(tmp_path, keep=2), torch.ones(2)
+    path = store.save(1, {"policy": {"w": weight}}, {}, {}, beside=True)
+    weight.zero_()
+    assert store.latest() is None
+    store.settle()
+    assert store.latest() == path
+    assert checkpoint.load_checkpoint(path).weights["policy"]["w"].tolist() == [1, 1]
 
 
 def test_a_run_killed_again_and_again_still_arrives(config: Path, uninterrupted: Path, tmp_path: Path) -> None:

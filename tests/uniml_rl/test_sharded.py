@@ -47,7 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     second = stage(folder, "second", algorithm={"name": "grpo", "kl": {"coefficient": 0.1}}, **common)
     engine = {"type": "torch", "device": "cpu", "shard": "fsdp"}
-    write_run(folder, first, second, policies=policies, engine=engine, checkpoint={"every": 1, "keep": 9})
+    checkpoint = {"every": 1, "keep": 9, "asynchronous": True}
+    write_run(folder, first, second, policies=policies, engine=engine, checkpoint=checkpoint)
     train_from_yaml(folder / RUN, [], folder / "alone")
     stopped_in_the_middle(folder / "alone", folder / FROM_ONE)
     ended = ends(start_pair([str(TESTS / "sharded_work.py"), str(folder)]))

@@ -19,7 +19,7 @@ from uniml_rl.engines.base import PRECISIONS, Engine, Splits, StepReport
 from uniml_rl.engines.loss_scale import LossScale
 from uniml_rl.engines.optimizers import OptimizerSettings, learning_rate_at
 from uniml_rl.engines.ranks import Launch, join, launched
-from uniml_rl.stored_tensors import as_read
+from uniml_rl.engines.stored_tensors import as_read
 
 
 class TorchEngineConfig(Settings):

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +32,45 @@ def shard_prefix(rank: int) -> str:
     return f"shard-{rank + 1:05d}-"
 
 
-def store(tensors: Mapping[str, Tensor], folder: Path) -> None:
+def store(tensors: Mapping[str, Tensor], folder: Path, beside: bool = False) -> Callable[[], None]:
     """Writes the tensors; every rank calls it with the same names and the parts that it holds.
 
-    A tensor that every rank holds whole is written by one of them. Raises OSError on every rank if one could not write.
+    A tensor that every rank holds whole is written by one of them. With `beside`, a copy is written by a thread. What
+    it returns waits for that, and raises OSError on every rank if one could not write.
     """
     if not tensors:
-        return
+        return lambda: None
     state = {key: value.detach() for key, value in tensors.items()}
-    together = dist.is_initialized()
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be in one process
+        if beside:
+            begun = dcp.async_save(state, storage_writer=writer, process_group=_own_group(), no_dist=not _together())
+            written = begun if isinstance(begun, Future) else begun.upload_completion
+            return partial(_waited, written.result)
+        _waited(lambda: dcp.save(state, storage_writer=writer, no_dist=not _together()))
+    return lambda: None
+
+
+def _together() -> bool:
+    return dist.is_initialized()
+
+
+@cache
+def _own_group_of(world: object) -> dist.ProcessGroup | None:
+    group = dist.new_group(backend="gloo")
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _own_group() -> dist.ProcessGroup | None:
+    """Of the thread that writes, whose messages must not come between those of training."""
+    return _own_group_of(dist.group.WORLD) if _together() else None
+
+
+def _waited(work: Callable[[], object]) -> None:
     try:
-        with exchanging("writing a checkpoint"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be in one process
-            dcp.save(state, storage_writer=writer, no_dist=not together)
+        with exchanging("writing a checkpoint"):
+            work()
     except CheckpointException as failed:  # no Exception, but a BaseException
         rank, (error, _) = next(iter(failed.failures.items()))
         if isinstance(error, OSError):
@@ -59,22 +86,27 @@ class _Part:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a folder that `store` has written, each read from the disk when it is asked for."""
+    """The tensors of a folder that `store` has written, each read from the disk when it is asked for.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Those whose names begin with `place`, under what follows it.
+    """
+
+    def __init__(self, folder: Path, place: str = "") -> None:
+        self._place = place
         self._parts: dict[str, list[_Part]] = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as opened:
                 sharding = json.loads((opened.metadata() or {}).get(_SHARDING, "{}"))
                 for key in opened.keys():  # noqa: SIM118  # it is no dictionary
+                    if not key.startswith(place):
+                        continue
                     shape = tuple(opened.get_slice(key).get_shape())
                     offsets = tuple(sharding[key][_OFFSETS]) if key in sharding else (0,) * len(shape)
-                    self._parts.setdefault(key, []).append(_Part(file, offsets, shape))
+                    self._parts.setdefault(key.removeprefix(place), []).append(_Part(file, offsets, shape))
 
     def __getitem__(self, key: str) -> Tensor:
         parts = self._parts[key]
-        read = [self._read(part, key) for part in parts]
+        read = [self._read(part, self._place + key) for part in parts]
         if len(parts) == 1:
             return read[0]
         ends = [[o + n for o, n in zip(part.offsets, part.shape, strict=True)] for part in parts]
