@@ -1,7 +1,6 @@
 """Checkpoints: written aside by all ranks and then renamed, hashed, never a pickle; and the lock of the run's folder.
 
-A checkpoint is a folder: `weights/NAME/` for each policy and the critic and `optimizers/`, both as `stored_tensors`;
-`state.pt`, plain values and small tensors that all ranks share; `state-RANK.pt`, what another rank alone knows; and the
+A checkpoint is a folder: `tensors/`, weights and moments as `engines/stored_tensors.py` has them; `state.pt`, plain values and small tensors that all ranks share; `state-RANK.pt`, what another rank alone knows; and the
 manifest. Any number of ranks and any of PyTorch's engines can go on from it.
 """
 
@@ -31,9 +30,10 @@ from uniml_rl.full_disk import first_line, is_full_disk
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
-_STATE, _WEIGHTS, _OPTIMIZERS = "state.pt", "weights", "optimizers"
+_STATE, _TENSORS = "state.pt", "tensors"
+_WEIGHTS, _ENGINE = "weights/", "engine"
 _STORED = "stored tensor"
-"""In place of a tensor that lies in `optimizers/`: this, and its name there."""
+"""In place of a tensor that lies among the tensors: this, and its name there."""
 _PREFIX = "iteration-"
 _REPLACED, _REMOVED = ".replaced-", ".removed-"
 
@@ -128,9 +128,7 @@ def _taken_out(state: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         tensors[place] = state
         return {_STORED: place}
     if isinstance(state, Mapping):
-        return {
-            key: _taken_out(value, f"{place}/{key}" if place else str(key), tensors) for key, value in state.items()
-        }
+        return {key: _taken_out(value, f"{place}/{key}", tensors) for key, value in state.items()}
     return state
 
 
@@ -208,21 +206,18 @@ class CheckpointStore:
             meet()
             if not aside.is_dir():
                 raise UserError(f"rank {rank} does not see {aside}: a run's folder must be one that all nodes share.")
-            tensors = {f"{_WEIGHTS}/{name}": each for name, each in weights.items()}
+            tensors = {f"{_WEIGHTS}{name}/{key}": t for name, each in weights.items() for key, t in each.items()}
             if "trainer" in state:
-                moments: dict[str, Tensor] = {}
-                engine = _taken_out(state["trainer"]["engine"], "", moments)
+                engine = _taken_out(state["trainer"]["engine"], _ENGINE, tensors)
                 state = {**state, "trainer": {**state["trainer"], "engine": engine}}
-                tensors[_OPTIMIZERS] = moments
             # A handle, because torch's own file does not say why it could not be written.
             with (aside / _state_file(rank)).open("wb") as handle:
                 torch.save(state if rank == 0 else _own_part(state), handle)
-            written = [store(each, aside / place, beside) for place, each in tensors.items()]
+            wait = store(tensors, aside / _TENSORS, beside)
 
         def finish() -> None:
             with self._keeping_the_last(final, aside, rank):
-                for wait in written:
-                    wait()
+                wait()
                 hashes = share([f"{_sha256(path)} {path.relative_to(aside)}" for path in _written_by(rank, aside)])
                 if rank == 0:
                     self._finish(aside, final, replaced, hashes, {"iteration": iteration, **about})
@@ -315,10 +310,12 @@ def load_checkpoint(folder: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:
                 f"{folder / name} is missing or damaged (its SHA-256 is not the manifest's). Remove the folder to go "
                 "on from the checkpoint before it."
             )
-    weights = {path.name: StoredTensors(path) for path in sorted((folder / _WEIGHTS).glob("*"))}
+    tensors = StoredTensors(folder / _TENSORS)
+    names = {key.removeprefix(_WEIGHTS).partition("/")[0] for key in tensors if key.startswith(_WEIGHTS)}
+    weights = {name: StoredTensors(folder / _TENSORS, f"{_WEIGHTS}{name}/") for name in sorted(names)}
     state = torch.load(folder / _STATE, weights_only=True)
     if "trainer" in state:
-        state["trainer"]["engine"] = _put_back(state["trainer"]["engine"], StoredTensors(folder / _OPTIMIZERS))
+        state["trainer"]["engine"] = _put_back(state["trainer"]["engine"], tensors)
     has_own = rank > 0 and _state_file(rank) in manifest["sha256"]
     own = torch.load(folder / _state_file(rank), weights_only=True) if has_own else None
     return Checkpoint(weights, state, manifest, own)

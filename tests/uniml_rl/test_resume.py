@@ -117,8 +117,8 @@ MOMENTS = [
     (checkpoint, "store", 1),  # the first checkpoint, half written
     (checkpoint, "store", 2),
     (checkpoint, "sync_folder", 1),  # between write and rename
-    (checkpoint, "sync_folder", 4),  # just after the rename
-    (checkpoint, "sync_folder", 5),  # the end of a stage
+    (checkpoint, "sync_folder", 3),  # just after the rename
+    (checkpoint, "sync_folder", 4),  # the end of a stage
     (TorchEngine, "attach", 2),  # opening the second stage
     (TorchEngine, "step", 22),  # in the second stage, with a critic and an adaptive KL
     (checkpoint, "sync_folder", 9),
@@ -135,7 +135,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(
     assert_same_run(folder, uninterrupted)
 
 
-@pytest.mark.parametrize(("target", "name", "call"), [(TorchEngine, "step", 10), (checkpoint, "sync_folder", 4)])
+@pytest.mark.parametrize(("target", "name", "call"), [(TorchEngine, "step", 10), (checkpoint, "sync_folder", 3)])
 def test_so_does_one_whose_checkpoints_are_written_beside_the_next_iteration(
     config: Path, uninterrupted: Path, tmp_path: Path, target: object, name: str, call: int
 ) -> None:
@@ -199,11 +199,11 @@ def test_a_folder_that_cannot_be_is_refused(config: Path, tmp_path: Path, folder
 def test_a_damaged_checkpoint_is_named(uninterrupted: Path) -> None:
     path = checkpoint.CheckpointStore(uninterrupted / "checkpoints", 1).latest()
     assert path is not None
-    weights = next((path / "weights" / "letters").iterdir())
+    weights = next((path / "tensors").iterdir())
     good = weights.read_bytes()
     try:
         weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-        with pytest.raises(UserError, match=r"weights/letters/shard\S+ is missing or damaged"):
+        with pytest.raises(UserError, match=r"tensors/shard\S+ is missing or damaged"):
             checkpoint.load_checkpoint(path)
     finally:
         weights.write_bytes(good)

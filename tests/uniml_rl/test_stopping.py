@@ -80,7 +80,7 @@ MOMENTS = {
     "evaluation": (Evaluator, "sample", 3, 2),  # with the averaged weights
     "checkpoint": (checkpoint, "store", 1, 3),
     "end of a stage": (curriculum, "export_policy", 1, 5),
-    "between stages": (checkpoint, "sync_folder", 7, 5),
+    "between stages": (checkpoint, "sync_folder", 6, 5),
     "opening": (TorchEngine, "attach", 2, 5),
     "second stage": (TorchEngine, "step", 11, 6),
     "end of the run": (curriculum, "export_policy", 2, 8),
