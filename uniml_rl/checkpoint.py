@@ -1,7 +1,8 @@
 """Checkpoints: written aside by all ranks and then renamed, hashed, never a pickle; and the lock of the run's folder.
 
-A checkpoint is a folder: `tensors/`, weights and moments as `engines/stored_tensors.py` has them; `state.pt`, plain values and small tensors that all ranks share; `state-RANK.pt`, what another rank alone knows; and the
-manifest. Any number of ranks and any of PyTorch's engines can go on from it.
+A checkpoint is a folder: `tensors/`, weights and moments as `engines/stored_tensors.py` has them; `state.pt`, plain
+values and small tensors that all ranks share; `state-RANK.pt`, what another rank alone knows; and the manifest. Any
+number of ranks and any engine can go on from it.
 """
 
 from __future__ import annotations
