@@ -89,8 +89,8 @@ def as_markdown(rows: list[dict[str, Any]], ranks: int, precision: str) -> str:
     about = (
         f"Made by `python scripts/proofs/parity.py`: {ranks} processes over gloo beside one, on the CPU in "
         f"{precision}, tiny models, 5 iterations of AdamW (20 steps for PPO), 3 prompts that the ranks cannot share "
-        "equally. Relative L2 distances of the first step's gradient and of the whole update; samples are equal but for "
-        "colours by one level (1/255); every metric agrees to 1e-3, or is named."
+        "equally. Relative L2 distances of the first step's gradient and of the whole update; samples are equal but "
+        "for colours by one level (1/255); every metric agrees to 1e-3, or is named."
     )
     lines = [
         "# Parity of the engines",
