@@ -102,3 +102,9 @@ for name in {names!r}:
 """
     done = run(program)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_installed_deepspeed_says_nothing_of_the_machine_on_its_own() -> None:
+    code = "import modalities, deepspeed.accelerator as a; a.get_accelerator()"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 0 and found.stdout == "", found.stderr
