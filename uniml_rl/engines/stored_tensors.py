@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
+from modalities.shards import local_part
 from uniml_rl.engines.ranks import exchanging
 
 _SHARDING = "DCP_SHARDING_INFO"
@@ -40,7 +41,7 @@ def store(tensors: Mapping[str, Tensor], folder: Path, beside: bool = False) -> 
     """
     if not tensors:
         return lambda: None
-    state = {key: value.detach() for key, value in tensors.items()}
+    state = dict(_apart(tensors))
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be in one process
@@ -50,6 +51,15 @@ def store(tensors: Mapping[str, Tensor], folder: Path, beside: bool = False) -> 
             return partial(_waited, written.result)
         _waited(lambda: dcp.save(state, storage_writer=writer, no_dist=not _together()))
     return lambda: None
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, and copies of those that share their memory with one before: a file holds each for itself."""
+    seen = set[int]()
+    for key, value in tensors.items():
+        place = local_part(value).untyped_storage().data_ptr()
+        yield key, value.detach().clone() if place in seen else value.detach()
+        seen.add(place)
 
 
 def _together() -> bool:
