@@ -315,6 +315,8 @@ class Curriculum:
             if config.ema is not None:
                 policy.average("ema", config.ema.decay)
         self._restored = None
+        # Of policies that only later stages open: read now, for the checkpoint they lie in will be removed.
+        self._restored_weights = {name: dict(kept) for name, kept in self._restored_weights.items()}
         self.engine.check_equal_start()
         return stage
 
