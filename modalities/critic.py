@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from modalities.base import Cut, Need, Policy, Trajectory
 from modalities.randomness import global_generator_seeded
 from modalities.settings import Settings
+from modalities.shards import give_back, shard_of
 
 
 class CriticSettings(Settings):
@@ -83,7 +84,8 @@ class Critic:
 
     def weight_state(self) -> dict[str, Tensor]:
         """The head's and the trunk's trainable weights."""
-        head = {f"head/{key}": value for key, value in self.head.state_dict().items()}
+        give_back(self.head)
+        head = {f"head/{key}": shard_of(value) for key, value in self.head.named_parameters()}
         trunk = {} if self.trunk is None else {f"trunk/{key}": v for key, v in self.trunk.weight_state().items()}
         return head | trunk
 

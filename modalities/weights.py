@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from modalities.lora import adapter_switched, is_untrained
-from modalities.shards import divided_like, give_back, is_divided, local_part
+from modalities.shards import copy_of, divided_like, give_back, is_divided, local_part, shard_of, whole_shape
 
 CURRENT = "current"
 _ADAPTER_OFF = "adapter_off"
@@ -59,7 +59,7 @@ class WeightSets:
         if name == "reference" and untrained and all("lora_" in key for key in parameters):
             self._switched_off.add(name)
         else:
-            self._sets[name] = {key: value.detach().clone() for key, value in parameters.items()}
+            self._sets[name] = {key: copy_of(value) for key, value in parameters.items()}
 
     def drop(self, name: str) -> None:
         """Forgets a set; nothing happens if it does not exist."""
@@ -74,10 +74,10 @@ class WeightSets:
         if name in self._switched_off:
             # An adapter switched off is the adapter with B = 0; only as such does it have an average.
             self._switched_off.discard(name)
-            self._sets[name] = {
-                key: torch.zeros_like(value) if "lora_B" in key else value.detach().clone()
-                for key, value in self.parameters().items()
-            }
+            self._sets[name] = {key: copy_of(value) for key, value in self.parameters().items()}
+            for key, tensor in self._sets[name].items():
+                if "lora_B" in key:
+                    local_part(tensor).zero_()
         if name not in self._sets:
             self.keep(name)
             return
@@ -120,7 +120,7 @@ class WeightSets:
     def state(self) -> dict[str, Tensor]:
         """The current trainable weights and every kept set, as `set/module.parameter`."""
         self._refuse_while_swapped()
-        state = {f"{CURRENT}/{key}": parameter.detach() for key, parameter in self.parameters().items()}
+        state = {f"{CURRENT}/{key}": shard_of(parameter) for key, parameter in self.parameters().items()}
         for name, tensors in self._sets.items():
             state |= {f"{name}/{key}": value for key, value in tensors.items()}
         for name in self._switched_off:
@@ -147,13 +147,13 @@ class WeightSets:
                     f"weight set {name!r} does not fit the model: missing {sorted(missing)[:5]}, "
                     f"unexpected {sorted(unexpected)[:5]}."
                 )
-            unequal = [key for key, value in tensors.items() if value.shape != parameters[key].shape]
+            unequal = [key for key, value in tensors.items() if whole_shape(value) != whole_shape(parameters[key])]
             if unequal:
                 raise ValueError(f"weight set {name!r} does not fit the model: other shapes for {sorted(unequal)[:5]}.")
         for key, value in sets.pop(CURRENT).items():
             local_part(parameters[key]).copy_(local_part(divided_like(value, parameters[key])))
         self._sets = {
-            name: {key: divided_like(value, parameters[key]).clone() for key, value in tensors.items()}
+            name: {key: copy_of(divided_like(value, parameters[key])) for key, value in tensors.items()}
             for name, tensors in sets.items()
         }
         self._switched_off = switched_off
@@ -161,7 +161,7 @@ class WeightSets:
 
 def _taken_out(parameter: nn.Parameter) -> Tensor:
     # A sharded module computes from one buffer that its parameters are views of, so another tensor cannot replace them.
-    return parameter.detach().clone() if is_divided(parameter) else parameter.data
+    return copy_of(parameter) if is_divided(parameter) else parameter.data
 
 
 def _put(parameter: nn.Parameter, tensor: Tensor) -> None:

@@ -11,7 +11,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from toy_runs import Surprise, load_run, prompts, stage
+from zero_work import check_zero
 
 from modalities.errors import UserError
 from modalities.randomness import seeded_generator
@@ -34,11 +36,14 @@ from uniml_rl.build import RunConfig, StageConfig, build_objective, build_policy
 from uniml_rl.config import load_yaml
 from uniml_rl.engines import replicated
 from uniml_rl.engines.base import Engine
+from uniml_rl.engines.deepspeed_engine import DeepSpeedEngine, DeepSpeedEngineConfig
 from uniml_rl.engines.distributed import DistributedEngine
 from uniml_rl.engines.optimizers import OptimizerSettings
 from uniml_rl.engines.ranks import ending_together, launched
 from uniml_rl.engines.replicated import ReplicatedEngine
+from uniml_rl.engines.settings import EngineSettings
 from uniml_rl.engines.torch_engine import TorchEngine, TorchEngineConfig
+from uniml_rl.engines.zero_state import whole_of
 from uniml_rl.run import train
 from uniml_rl.trainer import Trainer
 
@@ -134,18 +139,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sd-epsilon ddpo": ("sd-epsilon", {"algorithm": {"name": "ddpo", "minibatches": 1}}),
 }
 """An entry of the contracts' catalogue, and the keys of a stage."""
-MODES: dict[str, dict[str, Any]] = {
-    "ddp": {"shard": "ddp"},
-    "fsdp": {"shard": "fsdp"},
-    "fsdp sharded": {"shard": "fsdp", "rollout_weights": "sharded"},
-    "hsdp": {"shard": "hsdp", "shard_ranks": 2},
+MODES: dict[str, EngineSettings] = {
+    "ddp": TorchEngineConfig(device="cpu", shard="ddp"),
+    "fsdp": TorchEngineConfig(device="cpu", shard="fsdp"),
+    "fsdp sharded": TorchEngineConfig(device="cpu", shard="fsdp", rollout_weights="sharded"),
+    "hsdp": TorchEngineConfig(device="cpu", shard="hsdp", shard_ranks=2),
+    "zero 1": DeepSpeedEngineConfig(device="cpu", zero=1),
+    "zero 2": DeepSpeedEngineConfig(device="cpu", zero=2),
+    "zero 3": DeepSpeedEngineConfig(device="cpu", zero=3),
+    "zero 3 sharded": DeepSpeedEngineConfig(device="cpu", zero=3, rollout_weights="sharded"),
 }
-"""Keys of the engine."""
 TABLE = [
     *(("ddp", case) for case in CASES),
     *(("fsdp", case) for case in ("toy nothing useful on rank 1", "toy dpo, no pair on rank 1")),
     *(("fsdp", case) for case in ("gpt2 ppo", "chain grpo", "sd-epsilon ddpo")),
     *(("fsdp sharded", case) for case in ("gpt2 ppo", "chain grpo")),
+    ("zero 1", "toy nothing useful on rank 1"),
+    ("zero 2", "toy ppo"),
+    ("zero 3", "chain grpo"),
+    ("zero 3 sharded", "gpt2-lora grpo"),
 ]
 """What the test suite compares with one process; `scripts/proofs/parity.py` compares all of it."""
 
@@ -176,18 +188,40 @@ class Run:
         self.parameters = [p for part, _ in modules.values() for m in part.values() for p in m.parameters()]
         self.parameters = [p for p in self.parameters if p.requires_grad]
         start, self.gradient = self._weights(), torch.zeros(0)
-        hook = register_optimizer_step_pre_hook(lambda *_: self._keep_gradient())
-        self.metrics = [trainer.iterate(iteration).metrics for iteration in range(STEPS)]
-        hook.remove()
+        with self._watching(engine):
+            self.metrics = [trainer.iterate(iteration).metrics for iteration in range(STEPS)]
         self.update, self.samples, self.steps = self._weights() - start, scores.seen, trainer.optimizer_steps
 
     def _weights(self) -> Tensor:
         return torch.cat([whole(p).flatten() for p in self.parameters])
 
+    @contextmanager
+    def _watching(self, engine: Engine) -> Iterator[None]:
+        """Keeps the gradient of the first step."""
+        if isinstance(engine, DeepSpeedEngine):
+            step, engine._step_reduced = engine._step_reduced, lambda iteration: step(self._keep_of(engine, iteration))
+        hook = register_optimizer_step_pre_hook(lambda *_: self._keep_gradient())
+        try:
+            yield
+        finally:
+            hook.remove()
+            vars(engine).pop("_step_reduced", None)
+
     def _keep_gradient(self) -> None:
         if not len(self.gradient):
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
             self.gradient = torch.cat([whole(part).flatten().clone() for part in parts])
+
+    def _keep_of(self, engine: DeepSpeedEngine, iteration: int) -> int:
+        """DeepSpeed's mean over the ranks as the sum that it stands for."""
+        if not len(self.gradient):
+            parts = [part for part in engine._all_parts if part.parameters]
+            flats = [
+                [torch.cat([g.flatten() for g in part.gradients(i)]) for i in range(len(part.flats))] for part in parts
+            ]
+            pieces = [whole_of(part, flat, engine.sum_over_ranks) for part, flat in zip(parts, flats, strict=True)]
+            self.gradient = engine.world_size * torch.cat([piece.flatten() for each in pieces for piece in each])
+        return iteration
 
 
 def compare(name: str, alone: Run | None, engine: DistributedEngine, run: RunConfig, folder: Path) -> dict[str, Any]:
@@ -311,10 +345,10 @@ def main(folder: Path, table: Sequence[tuple[str, str]]) -> None:
     with ending_together(launched()):
         engine = TorchEngineConfig(device="cpu", shard="ddp").build()
         assert isinstance(engine, ReplicatedEngine)
-        results: dict[str, Any] = {"engine": check_engine(engine)}
+        results: dict[str, Any] = {"engine": check_engine(engine), "zero": check_zero()}
         convert_gguf(own / "tiny.gguf", own / "converted")
         assert (own / "converted" / "model.safetensors").is_file()
-        engines = {mode: TorchEngineConfig(device="cpu", **keys).build() for mode, keys in MODES.items()}
+        engines = {mode: MODES[mode].build() for mode in dict.fromkeys(mode for mode, _ in table)}
         for name in dict.fromkeys(name for _, name in table):
             config = configs[CASES[name][0]]
             alone = Run(name, TorchEngine("cpu"), config, own) if engine.rank == 0 else None

@@ -65,7 +65,10 @@ REWARDS = {
     "rms_level": "rewards.audio:RmsLevelConfig",
     "spectral_centroid": "rewards.audio:SpectralCentroidConfig",
 }
-ENGINES = {"torch": "uniml_rl.engines.torch_engine:TorchEngineConfig"}
+ENGINES = {
+    "torch": "uniml_rl.engines.torch_engine:TorchEngineConfig",
+    "deepspeed": "uniml_rl.engines.deepspeed_engine:DeepSpeedEngineConfig",
+}
 
 OBJECTIVES = {
     "policy_gradient": "uniml_rl.objectives.policy_gradient:PolicyGradientObjective",

@@ -44,6 +44,7 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> Known:
     the policy. Warns of what may be done and is hardly meant. No weights of policies are read.
     """
     with _said_at(loaded, ("engine",)):
+        config.engine.require()
         device = config.engine.resolve_device()
     with _said_at(loaded, ("seed",)):
         seeded_generator(config.seed)
@@ -59,7 +60,7 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> Known:
         for key, owner in (((), stage), (("critic",), stage.critic)):
             if owner is not None:
                 with _said_at(loaded, (*place, *key, "optimizer")):
-                    owner.optimizer.require(device)
+                    config.engine.require_optimizer(owner.optimizer)
         with _said_at(loaded, place) as doubts:
             found = _check_stage(config, stage, summaries)
             doubts += found.doubts

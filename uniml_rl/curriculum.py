@@ -205,7 +205,7 @@ class Curriculum:
     def _export(self, stage: OpenStage) -> None:
         """Rank 0 writes the model folder; of weights that are divided among the ranks, from a copy of the policy."""
         name, policy = stage.config.policy, stage.policy
-        if self.engine.passes_together:
+        if self.engine.divides_weights:
             weights = self.engine.whole(policy.weight_state())
             if self._leads:
                 policy = build_policy(self.config, name, "cpu")

@@ -6,7 +6,8 @@ weights, else 4. The engine's `splits` says over how many ranks P, G and O it di
 * weights: ((N - n) x the frozen weights' size + 4 n) / P. Policies that earlier stages trained stay: counted too.
 * beside: weights that no engine divides: text encoders (in their type), the decoder of latents or codes (float32).
 * gradients: 4 n / G.
-* optimizer: 8 n / O for AdamW, 2 n / O in 8 bits, 4 f / O for Adafactor with f = rows + columns of each matrix.
+* optimizer: 8 n / O for AdamW, 2 n / O in 8 bits, 4 f / O for Adafactor with f = rows + columns of each matrix; and
+  4 n / O where it steps a copy of the weights.
 * copies: 4 n / P for each kept weight set: the reference (none if it is fixed and no earlier stage trained the adapter:
   it is the adapter switched off), the old policy of objectives that have one, and the moving average.
 * critic: a second model with its gradients and optimizer for `source: model`; a head alone is too small to count.
@@ -92,13 +93,16 @@ def divided(alone: Alone, splits: Splits, gathered: bool) -> dict[str, float]:
     )
     elsewhere = 1 - parameters
     unit = alone.largest_unit if elsewhere else 0.0
+    copied = 1 if splits.steps_a_copy else 0
+    critic_weights, critic_gradients, critic_moments = alone.critic
+    critic = critic_weights * parameters + critic_gradients * (gradients + copied * moments) + critic_moments * moments
     return {
         "weights": alone.weights * parameters,
         "beside": alone.beside,
         "gradients": alone.gradients * gradients,
-        "optimizer": alone.optimizer * moments,
+        "optimizer": (alone.optimizer + copied * alone.gradients) * moments,
         "copies": alone.copies * parameters,
-        "critic": sum(size * part for size, part in zip(alone.critic, (parameters, gradients, moments), strict=True)),
+        "critic": critic,
         "rewards": alone.rewards,
         "opening": alone.stage_weights * elsewhere,
         "rollout": alone.cache + (alone.stage_weights * elsewhere if gathered else unit),

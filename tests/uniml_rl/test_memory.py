@@ -151,6 +151,12 @@ def test_what_lies_in_the_machines_memory_takes_none_of_the_device() -> None:
     assert away["rollout"] == 3 + 60 and away["update"] == 2 + 9
 
 
+def test_an_optimizer_that_steps_a_copy_of_the_weights_holds_its_part_of_it() -> None:
+    alone = Alone(100, 60, 7, 20, 40, 10, (50, 10, 30), 5, 3, 2, 9)
+    zero = divided(alone, Splits(1, 1, 2, steps_a_copy=True), gathered=True)
+    assert zero["optimizer"] == (40 + 20) / 2 and zero["critic"] == 50 + 10 + (30 + 10) / 2
+
+
 @pytest.mark.parametrize(("available", "gathered"), [(100_000, True), (10_000, False)])
 def test_rollouts_gather_weights_if_they_fit_and_say_why(tmp_path: Path, available: int, gathered: bool) -> None:
     model = known(letters=summary(torch.nn.Linear(30, 40), torch.nn.Linear(9, 9)))  # 5140 bytes of weights

@@ -99,6 +99,11 @@ def test_collectives_gradients_and_clipping_are_those_of_the_sum(results: dict[s
     assert [what for what, holds in results["engine"].items() if not holds] == []
 
 
+def test_zero_divides_what_it_promises_and_gathers_it_once_a_rollout(results: dict[str, Any]) -> None:
+    assert len(results["zero"]) >= 17
+    assert [what for what, holds in results["zero"].items() if not holds] == []
+
+
 @pytest.mark.parametrize("mode, case", TABLE)
 def test_two_ranks_do_what_one_process_does(mode: str, case: str, results: dict[str, Any]) -> None:
     found = results[f"{mode}: {case}"]

@@ -25,6 +25,7 @@ class Splits:
     gradients: int = 1
     optimizer: int = 1
     on_cpu: frozenset[str] = frozenset()  # names of the above that lie in the machine's memory, not the device's
+    steps_a_copy: bool = False  # of the trainable weights, which is divided like the optimizer's state
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ class Engine(ABC):
     gathered_rollouts: bool = True
     """Whether `sampling` gathers divided weights once, or each pass anew."""
     passes_together: bool = False
-    """Whether all ranks must run equally many forward and backward passes, because each holds a part of the weights."""
+    """Whether all ranks must run equally many forward and backward passes, because they exchange in each."""
+    divides_weights: bool = False
+    """Whether a rank holds but a part of the attached modules' weights."""
 
     @property
     def leads(self) -> bool:

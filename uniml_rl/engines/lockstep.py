@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from uniml_rl.engines.ranks import exchanging
@@ -20,21 +19,27 @@ class Lockstep:
     """Before a pass a rank says which module it is about to run. Those that run another one, or nothing any more, take
     part in the gathers of its blocks and compute nothing.
 
-    Only passes without gradient. `sum_over_ranks` adds int64 tensors of all ranks.
+    Only passes without gradient. The first unit of each root is itself, the others are its blocks. `gather` collects
+    the weights of a unit, for which all ranks call it, and `give_back` frees them. `sum_over_ranks` adds int64 tensors
+    of all ranks.
     """
 
-    def __init__(self, roots: list[FSDPModule], sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        self._roots = roots
-        self._units = [[m for m in cast(nn.Module, root).modules() if isinstance(m, FSDPModule)] for root in roots]
+    def __init__(
+        self,
+        units: Sequence[Sequence[nn.Module]],
+        gather: Callable[[nn.Module], None],
+        give_back: Callable[[nn.Module], None],
+        sum_over_ranks: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._units = units
+        self._gather, self._give_back = gather, give_back
         self._sum = sum_over_ranks
         self._later: list[int] = []
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """Within it passes may be run; it is left when every rank has come to its end."""
-        handles = [handle for index in range(len(self._roots)) for handle in self._hooked(index)]
-        for root in self._roots:
-            root.set_reshard_after_forward(True)
+        handles = [handle for index in range(len(self._units)) for handle in self._hooked(index)]
         try:
             yield
             while self._go_together(_DONE):
@@ -42,15 +47,12 @@ class Lockstep:
         finally:
             for handle in handles:
                 handle.remove()
-            for root in self._roots:
-                root.set_reshard_after_forward(False, recurse=False)
-                root.reshard()
 
     def _hooked(self, index: int) -> Iterator[RemovableHandle]:
-        root = cast(nn.Module, self._roots[index])
+        root = self._units[index][0]
         for place, unit in enumerate(self._units[index]):
-            # In front of FSDP's own hook, which gathers; of the root's two the one that is put there last runs first.
-            yield cast(nn.Module, unit).register_forward_pre_hook(self._says_unit(place), prepend=True)
+            # In front of the engine's own hook, which gathers; of the root's two the one put there last runs first.
+            yield unit.register_forward_pre_hook(self._says_unit(place), prepend=True)
         yield root.register_forward_pre_hook(lambda *_: self._begin(index), prepend=True)
         yield root.register_forward_hook(lambda *_: self._end())
 
@@ -72,7 +74,7 @@ class Lockstep:
 
     def _go_together(self, own: int) -> bool:
         """Agrees on the modules to run, and goes with the others up to the own one; whether there was any."""
-        asked = torch.zeros(len(self._roots), dtype=torch.long)
+        asked = torch.zeros(len(self._units), dtype=torch.long)
         if own != _DONE:
             asked[own] = 1
         wanted = self._sum(asked).nonzero().flatten().tolist()
@@ -87,8 +89,8 @@ class Lockstep:
         while (place := self._largest(_END)) != _END:
             unit = self._units[index][place]
             with exchanging("gathering weights"):
-                unit.unshard()
-            unit.reshard()
+                self._gather(unit)
+            self._give_back(unit)
 
     def _largest(self, place: int) -> int:
         """What the ranks that run the pass say, which is the same of each; -1 of those that only go with them."""

@@ -94,6 +94,13 @@ def join(launch: Launch, device: str, timeout_seconds: float) -> None:
         dist.init_process_group(backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.world_size)
 
 
+def join_alone(device: str) -> None:
+    """The process group of a process that has no others, for libraries that want one; made once."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def patient_group() -> dist.ProcessGroup:
     """A group of all ranks for waits that no time-out ends."""
     group = dist.new_group(backend="gloo", timeout=_PATIENCE)

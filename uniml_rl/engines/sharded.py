@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from modalities.shards import blocks_of, give_back, whole
+from modalities.shards import blocks_of, compute_rows_alone, give_back, whole
 from uniml_rl.engines.base import StepReport
 from uniml_rl.engines.distributed import DistributedEngine, digest_of
 from uniml_rl.engines.lockstep import Lockstep
@@ -31,6 +31,7 @@ class ShardedEngine(DistributedEngine):
     """
 
     passes_together = True
+    divides_weights = True
 
     def __init__(
         self,
@@ -61,8 +62,22 @@ class ShardedEngine(DistributedEngine):
         roots: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
         for root in roots:
             root._get_fsdp_state()._lazy_init()  # else only the first forward pass says which module is the root
-        with self._gathered(roots) if self.gathered_rollouts else Lockstep(roots, self.sum_over_ranks).together():
+        with self._gathered(roots) if self.gathered_rollouts else self._together(roots):
             yield
+
+    @contextmanager
+    def _together(self, roots: list[FSDPModule]) -> Iterator[None]:
+        """Weights that each pass gathers anew, for the ranks that run it and for the others."""
+        for root in roots:
+            root.set_reshard_after_forward(True)
+        units = [cast(list[nn.Module], units_of(root)) for root in roots]
+        try:
+            with Lockstep(units, _unshard, _reshard, self.sum_over_ranks).together():
+                yield
+        finally:
+            for root in roots:
+                root.set_reshard_after_forward(False, recurse=False)
+                root.reshard()
 
     @contextmanager
     def _gathered(self, roots: list[FSDPModule]) -> Iterator[None]:
@@ -101,6 +116,14 @@ class ShardedEngine(DistributedEngine):
         return math.sqrt(float(total)) if total >= 0 else math.nan
 
 
+def _unshard(unit: nn.Module) -> None:
+    cast(FSDPModule, unit).unshard()
+
+
+def _reshard(unit: nn.Module) -> None:
+    cast(FSDPModule, unit).reshard()
+
+
 def units_of(root: FSDPModule) -> list[FSDPModule]:
     """The root and the blocks in it whose parameters are gathered together."""
     return [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
@@ -116,6 +139,4 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> None:
         unit.set_force_sum_reduction_for_comms(True)
         # What is left in the root is needed again at once in the backward pass.
         unit.set_reshard_after_forward(unit is not root, recurse=False)
-    for part in module.modules():
-        if hasattr(part, "shares_prompts"):
-            cast(Any, part).shares_prompts = False  # it would make passes of a block depend on the rank's own rows
+    compute_rows_alone(module)

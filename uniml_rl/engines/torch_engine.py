@@ -13,27 +13,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from modalities.errors import UserError
-from modalities.settings import Settings
 from modalities.shards import divided_like, local_part
 from uniml_rl.engines.base import PRECISIONS, Engine, Splits, StepReport
 from uniml_rl.engines.loss_scale import LossScale
 from uniml_rl.engines.optimizers import OptimizerSettings, learning_rate_at
 from uniml_rl.engines.ranks import Launch, join, launched
+from uniml_rl.engines.settings import EngineSettings
 from uniml_rl.engines.stored_tensors import as_read
 
 
-class TorchEngineConfig(Settings):
+class TorchEngineConfig(EngineSettings):
     """PyTorch itself, in one process or in several that a launcher starts (docs/scaling.md)."""
 
     type: Literal["torch"] = "torch"
     """Name of the engine."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where models live; auto takes the GPU if there is one."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of forward passes: bf16 and fp16 are autocast over float32 trainable weights. fp16 scales the losses up
-    before the backward pass, by as much as no gradient overflows; take it where a GPU has no bf16."""
-    threads: int | None = Field(default=None, ge=1)
-    """CPU threads of torch; None leaves torch's own choice. A resumed run is equal bit for bit only with the same."""
     shard: Literal["none", "ddp", "fsdp", "hsdp"] = "none"
     """What several processes share: none is one process; ddp keeps the whole model in each, splits the samples and sums
     the gradients; fsdp also divides weights, gradients and moments over all processes; hsdp over groups of
@@ -43,10 +36,6 @@ class TorchEngineConfig(Settings):
     rollout_weights: Literal["auto", "gathered", "sharded"] = "auto"
     """How divided weights sample: gathered collects them once per rollout, sharded anew in each forward pass, for
     models that do not fit whole; auto is gathered if whole weights and the cache fit, and says so."""
-    timeout_seconds: float = Field(default=1800.0, gt=0)
-    """Longest wait for the other processes in one exchange, after which the run ends; not read with `shard: none`."""
-    max_skipped_steps: int = Field(default=5, ge=1)
-    """Ends the run after this many optimizer steps in a row that were skipped for a non-finite gradient."""
 
     @model_validator(mode="after")
     def _time_out_is_read(self) -> TorchEngineConfig:
@@ -57,14 +46,6 @@ class TorchEngineConfig(Settings):
         if self.shard in ("none", "ddp") and self.rollout_weights == "sharded":
             raise ValueError(f"rollout_weights: with shard: {self.shard} weights are whole; remove it or take fsdp")
         return self
-
-    def resolve_device(self) -> str:
-        """The device that `auto` stands for on this machine. UserError if the one that is asked for is not there."""
-        if self.device == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("engine.device: cuda: torch finds no CUDA device on this machine; use auto or cpu.")
-        return self.device
 
     def splits(self, world_size: int) -> Splits:
         """What `world_size` processes divide. UserError for more of them than `shard` is for."""

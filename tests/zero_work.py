@@ -1,0 +1,157 @@
+"""What two ranks find out about ZeRO by itself; `rank_work.py` runs it."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modalities.shards import local_part, whole
+from uniml_rl.engines.deepspeed_engine import DeepSpeedEngine, DeepSpeedEngineConfig
+from uniml_rl.engines.optimizers import OptimizerSettings
+from uniml_rl.engines.torch_engine import TorchEngine
+
+
+class Tower(nn.Module):
+    """Blocks between two layers, and a layer that no pass runs; sizes that two ranks do not divide."""
+
+    def __init__(self, seed: int, width: int = 5, blocks: int = 2) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.first, self.last, self.unused = nn.Linear(4, width), nn.Linear(width, 3), nn.Linear(2, 1)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks)])
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(rows))
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.last(hidden)
+
+
+def optimizers_of(
+    modules: Mapping[str, nn.Module], **keys: Any
+) -> dict[str, tuple[dict[str, nn.Module], OptimizerSettings]]:
+    """One AdamW for each."""
+    settings = OptimizerSettings.model_validate({"learning_rate": 0.01, "gradient_clip": None} | keys)
+    return {name: ({name: module}, settings) for name, module in modules.items()}
+
+
+def check_zero() -> dict[str, bool]:
+    """By what holds: shares of bytes, gathers of a rollout, and a state that one rank goes on from."""
+    found: dict[str, bool] = {}
+    for stage in (1, 2, 3):
+        engine = DeepSpeedEngineConfig(device="cpu", zero=stage).build()
+        found |= {f"zero {stage}: {what}": holds for what, holds in _check_shares(engine).items()}
+        found |= {f"zero {stage}: {what}": holds for what, holds in _check_state(engine).items()}
+    found |= _check_gathers()
+    return found | dict.fromkeys(engine.union_of_names([what for what, holds in found.items() if not holds]), False)
+
+
+def _check_shares(engine: DeepSpeedEngine) -> dict[str, bool]:
+    module = Tower(0, width=64, blocks=32)
+    total = sum(parameter.numel() for parameter in module.parameters())
+    engine.attach(optimizers_of({"one": module}))
+    engine.backward(module(torch.ones(2, 4)).sum())
+    (part,) = engine._all_parts
+    gradients = sum(gradient.numel() for flat in _gradients_between_passes(part) for gradient in flat)
+    engine.step(0)
+    moments = sum(t.numel() for s in part.optimizer.state.values() for t in s.values() if t.numel() > 1)
+    held = sum(local_part(p).numel() for p in module.parameters()) + sum(
+        p.numel() for p in module.parameters() if p.numel() and hasattr(p, "ds_tensor")
+    )
+    most = 0.5 + 0.05
+    found = {"moments": 0 < moments <= most * 2 * total}
+    if engine.zero > 1:
+        found["gradients"] = 0 < gradients <= most * total
+    if engine.zero > 2:
+        found["weights"] = 0 < held <= most * total
+    return found
+
+
+def _gradients_between_passes(part: Any) -> list[list[Tensor]]:
+    if part.stage == 3:
+        return [[part.zero.grad_partitions_flat_buffer]]
+    own = [p.grad for p in part.parameters if p.grad is not None]
+    return [own, *(list(tensors) for tensors in part.zero.all_grad_tensors.values() if tensors)]
+
+
+def _check_state(engine: DeepSpeedEngine) -> dict[str, bool]:
+    """Steps of both ranks, saved whole, are those of one process, which goes on from them to the same end."""
+
+    def step(engine: Any, module: nn.Module, number: int) -> None:
+        rows = torch.arange(8.0).view(2, 4) / 8 + number
+        engine.backward(module(rows[engine.rank :: engine.world_size]).square().sum())
+        engine.step(number)
+
+    module, alone = Tower(0), Tower(0)
+    engine.attach(optimizers_of({"one": module}))
+    for number in range(2):
+        step(engine, module, number)
+    saved = copy.deepcopy(engine.state_dict())
+    with torch.no_grad():
+        for own, theirs in zip(alone.parameters(), module.parameters(), strict=True):
+            own.copy_(whole(theirs))
+    one = TorchEngine("cpu")
+    one.attach(optimizers_of({"one": alone}))
+    one.load_state_dict(copy.deepcopy(saved))
+    engine.load_state_dict(saved)
+    for number in range(2, 4):
+        step(engine, module, number)
+        step(one, alone, number)
+    pairs = zip(module.parameters(), alone.parameters(), strict=True)
+    return {"saved on two ranks, continued on one": all(torch.allclose(whole(a), b, atol=1e-6) for a, b in pairs)}
+
+
+def _check_gathers() -> dict[str, bool]:
+    """A rollout of unequal numbers of passes gathers each parameter once, or in step with the other rank."""
+    found = {}
+    for way in ("gathered", "sharded"):
+        engine = DeepSpeedEngineConfig(device="cpu", zero=3, rollout_weights=way).build()
+        module = Tower(0)
+        engine.attach(optimizers_of({"one": module}))
+        rows = torch.ones(2, 4)
+        with torch.no_grad(), _counted_gathers(module) as gathers:
+            expected = Tower(0)(rows)
+            with engine.sampling([module]):
+                outputs = [module(rows) for _ in range(3 if engine.rank else 1)]
+        found[f"{way} rollouts compute"] = all(torch.allclose(each, expected, atol=1e-6) for each in outputs)
+        if way == "gathered":
+            found["one gather of each parameter"] = gathers == dict.fromkeys(dict(module.named_parameters()), 1)
+        else:
+            found["as many gathers as the rank with most passes"] = set(gathers.values()) == {3}
+        found[f"nothing whole after {way} rollouts"] = not any(p.numel() for p in module.parameters())
+        engine.backward(module(rows).sum())
+        found[f"training after {way} rollouts"] = not engine.step(0).skipped
+    return found
+
+
+@contextmanager
+def _counted_gathers(module: nn.Module) -> Iterator[Counter[str]]:
+    """How often each parameter is gathered."""
+    gathers: Counter[str] = Counter()
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def counted(gather: Any) -> Any:
+        def count(param_list: Any = None, **keys: Any) -> Any:
+            gathers.update(names[id(p)] for p in param_list if p.ds_status.name == "NOT_AVAILABLE")
+            return gather(param_list=param_list, **keys)
+
+        return count
+
+    parameters: list[Any] = list(module.parameters())
+    kept = [parameter.all_gather for parameter in parameters]
+    for parameter in parameters:
+        parameter.all_gather = counted(parameter.all_gather)
+    try:
+        yield gathers
+    finally:
+        for parameter, gather in zip(parameters, kept, strict=True):
+            parameter.all_gather = gather
