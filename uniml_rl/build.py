@@ -1,4 +1,4 @@
-"""YAML to objects: the schema of a run and the registries. The only file that knows every family by name."""
+"""YAML to objects: the schema of a run, and what is built from it."""
 
 from __future__ import annotations
 
@@ -21,74 +21,19 @@ from uniml_rl.algorithms.direct_settings import SupervisedSettings
 from uniml_rl.algorithms.parts import AggregationSettings
 from uniml_rl.algorithms.presets import merge_preset
 from uniml_rl.algorithms.settings import AnyAlgorithm
-from uniml_rl.config import overlay, typed_block, validate
+from uniml_rl.config import overlay, validate
 from uniml_rl.engines.base import PRECISIONS
 from uniml_rl.engines.optimizers import OptimizerSettings
+from uniml_rl.families import OBJECTIVES, EngineBlock, PolicyBlock, PromptsBlock, RecordsBlock, RewardBlock
 from uniml_rl.objectives.base import Objective
 from uniml_rl.schema import mistake_at
 from uniml_rl.until import UntilSettings
-
-POLICIES = {
-    "text": "modalities.text:TextPolicyConfig",
-    "image": "modalities.image.config:ImagePolicyConfig",
-    "video": "modalities.video.config:VideoPolicyConfig",
-    "audio": "modalities.audio:AudioPolicyConfig",
-    "chain": "modalities.chain:ChainPolicyConfig",
-    "text_reward_model": "modalities.reward_model:TextRewardModelConfig",
-    "image_text_reward_model": "modalities.reward_model:ImageTextRewardModelConfig",
-}
-PROMPTS = {
-    "file": "uniml_rl.data.prompts:FilePromptsConfig",
-    "reasoning_gym": "uniml_rl.data.prompts:ReasoningGymPromptsConfig",
-}
-RECORDS = {
-    "demonstrations": "uniml_rl.data.records:DemonstrationsConfig",
-    "preferences": "uniml_rl.data.records:PreferencesConfig",
-    "labelled": "uniml_rl.data.records:LabelledConfig",
-}
-REWARDS = {
-    "exact_match": "rewards.text:ExactMatchConfig",
-    "regex": "rewards.text:RegexConfig",
-    "length": "rewards.text:LengthConfig",
-    "repetition": "rewards.text:RepetitionConfig",
-    "distinct_n": "rewards.text:DistinctNConfig",
-    "sentiment": "rewards.text_models:SentimentConfig",
-    "topicality": "rewards.text_models:TopicalityConfig",
-    "reasoning_gym": "rewards.text_models:ReasoningGymConfig",
-    "jpeg_size": "rewards.image:JpegSizeConfig",
-    "mean_colour": "rewards.image:MeanColourConfig",
-    "clip_score": "rewards.clip:ClipScoreConfig",
-    "image_text_scorer": "rewards.clip:ImageTextScorerConfig",
-    "reward_model": "rewards.reward_model:ModelRewardConfig",
-    "frame_smoothness": "rewards.video:FrameSmoothnessConfig",
-    "per_frame": "rewards.video:PerFrameConfig",
-    "rms_level": "rewards.audio:RmsLevelConfig",
-    "spectral_centroid": "rewards.audio:SpectralCentroidConfig",
-}
-ENGINES = {
-    "torch": "uniml_rl.engines.torch_engine:TorchEngineConfig",
-    "deepspeed": "uniml_rl.engines.deepspeed_engine:DeepSpeedEngineConfig",
-}
-
-OBJECTIVES = {
-    "policy_gradient": "uniml_rl.objectives.policy_gradient:PolicyGradientObjective",
-    "supervised": "uniml_rl.objectives.supervised:SupervisedObjective",
-    "preference": "uniml_rl.objectives.preference:PreferenceObjective",
-    "kto": "uniml_rl.objectives.kto:KTOObjective",
-    "reward_gradient": "uniml_rl.objectives.reward_gradient:RewardGradientObjective",
-    "forward_process": "uniml_rl.objectives.forward_process:ForwardProcessObjective",
-}
 
 TOTAL = "total"
 """Name of the weighted sum of the rewards beside the single ones."""
 CRITIC = "critic"
 """Name of the critic beside the policies, in files and metrics."""
 
-PolicyBlock = Annotated[Any, typed_block(POLICIES, "policy")]
-PromptsBlock = Annotated[Any, typed_block(PROMPTS, "prompt source")]
-RecordsBlock = Annotated[Any, typed_block(RECORDS, "records")]
-RewardBlock = Annotated[Any, typed_block(REWARDS, "reward")]
-EngineBlock = Annotated[Any, typed_block(ENGINES, "engine", default="torch")]
 AlgorithmBlock = Annotated[AnyAlgorithm, BeforeValidator(merge_preset)]
 
 

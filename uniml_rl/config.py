@@ -1,6 +1,6 @@
 """From a YAML file to strict settings: one message for all mistakes, the resolved config, what differs between two.
 
-Nothing here knows a component by name; `build.py` brings the schema and the registries.
+Nothing here knows a component by name; `build.py` brings the schema, `families.py` the registries.
 """
 
 from __future__ import annotations

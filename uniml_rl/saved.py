@@ -22,7 +22,6 @@ from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Text
 from modalities.sources import loading
 from uniml_rl.build import (
-    POLICIES,
     EvaluationSettings,
     RunConfig,
     StageConfig,
@@ -35,6 +34,7 @@ from uniml_rl.checkpoint import MANIFEST, Checkpoint, CheckpointStore, load_chec
 from uniml_rl.config import TypedBlock, load_yaml, overlay, validate
 from uniml_rl.evaluation import Evaluator, held_out_names, summary
 from uniml_rl.export import export_policy
+from uniml_rl.families import POLICIES
 from uniml_rl.monitor.progress import make_console
 from uniml_rl.monitor.samples import save_each, save_samples, shown_text
 from uniml_rl.monitor.tables import printable_lines

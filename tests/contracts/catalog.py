@@ -15,11 +15,11 @@ from tiny_models_text import tiny_gpt2, tiny_llama, tiny_qwen
 from modalities.errors import UserError
 from uniml_rl.algorithms.algorithm import AlgorithmSettings
 from uniml_rl.algorithms.presets import resolve_algorithm
-from uniml_rl.build import POLICIES as POLICY_TYPES
 from uniml_rl.build import RunConfig
 from uniml_rl.config import TypedBlock
 from uniml_rl.engines.base import Engine
 from uniml_rl.engines.torch_engine import TorchEngine
+from uniml_rl.families import POLICIES as POLICY_TYPES
 
 Blocks = dict[str, dict[str, Any]]
 POLICY = "policy"

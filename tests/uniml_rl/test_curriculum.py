@@ -250,8 +250,8 @@ def test_what_changed_around_a_run_is_said_when_it_continues(tmp_path: Path, cap
 
 
 def test_a_rehearsed_prompt_is_scored_by_its_own_stages_rewards_at_their_full_weight() -> None:
-    from uniml_rl.build import REWARDS
     from uniml_rl.config import TypedBlock
+    from uniml_rl.families import REWARDS
 
     def rewards(**blocks: Any) -> RewardSet:
         types = TypedBlock(REWARDS, "reward")
