@@ -287,6 +287,21 @@ def test_the_kl_block_builds_its_controller():
     assert adaptive.coefficient == pytest.approx(0.05 * (1 + 0.1 * 5 / 10))
 
 
+@pytest.mark.parametrize(
+    ("block", "limit", "penalties"),
+    [
+        ({"maximum": 20, "buffer": 10, "factor": 3.0}, 99, {10: 0.0, 15: 1.5, 20: 3.0, 30: 3.0}),
+        ({"maximum": 20}, 99, {16: 0.0, 18: 0.5, 20: 1.0, 30: 1.0}),  # a fifth
+        ({}, 10, {8: 0.0, 9: 0.5, 10: 1.0}),  # of the sampling limit
+        ({}, 2, {1: 0.0, 2: 1.0}),  # at least one token
+    ],
+)
+def test_overlong_takes_its_limit_and_its_buffer_from_what_is_given(block, limit, penalties):
+    overlong = resolve_algorithm({"name": "dapo", "overlong": {"buffer": None, "maximum": None} | block}).overlong
+    found = overlong.penalty(torch.tensor(list(penalties)), limit)
+    assert found.tolist() == pytest.approx(list(penalties.values()))
+
+
 def test_the_replay_tolerance_is_the_users_or_fits_dtype_and_unit():
     settings = resolve_algorithm("grpo")
     assert replay_tolerance(resolve_algorithm({"name": "grpo", "replay_tolerance": 0.3}), torch.float32, "token") == 0.3

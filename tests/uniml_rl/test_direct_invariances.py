@@ -120,6 +120,12 @@ def test_ranks_do_not_matter(name: str, policies: dict[str, Policy]) -> None:
     assert_equal(found, case.step())
 
 
+@pytest.mark.parametrize(("mode", "together"), [("prompt_mean", True), ("token_mean", False)])
+def test_imitation_keeps_a_prompts_samples_together_where_the_mean_is_over_prompts(mode: str, together: bool) -> None:
+    algorithm = resolve_algorithm({"name": "sft", "aggregation": {"mode": mode}})
+    assert build_objective(algorithm, None, None).keeps_groups == together
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_order_of_samples_does_not_matter(name: str, policies: dict[str, Policy]) -> None:
     case = Case(name, policies)
@@ -146,6 +152,31 @@ def test_a_sample_without_a_trained_decision_teaches_nothing(name: str, policies
     assert_equal(case.step(), expected)
 
 
+@pytest.mark.parametrize("name", PAIRS | KTO | GRADIENT)
+def test_a_step_counts_the_samples_or_pairs_that_it_trains(name: str, policies: dict[str, Policy]) -> None:
+    """Of the second half of the rows, one of which failed."""
+    case, engine = Case(name, policies), TorchEngine("cpu")
+    case.result.total[7], case.result.valid[7] = math.nan, False
+    objective = case.objective()
+    trajectory, result = objective.as_trained(case.policy, case.trajectory, case.result)
+    rows = torch.arange(trajectory.segments[0].num_rows)
+    cuts = objective.plan(case.policy, trajectory, rows, 8)
+    experience = objective.prepare(case.policy, trajectory, result, cuts, engine, Metrics())
+    counted = {"kto of the mean": 2} | dict.fromkeys(PAIRS, 1)  # the failed one leaves the other without a rival
+    assert objective.minibatch(experience, rows[4:], engine).trained_decisions == counted.get(name, 3)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_micro_batch_holds_whole_pairs_and_no_more_rows_than_it_may(name: str, policies: dict[str, Policy]) -> None:
+    case = Case(name, policies)
+    objective = case.objective()
+    trajectory, _ = objective.as_trained(case.policy, case.trajectory, case.result)
+    for budget, largest in {1: 2, 2: 2, 3: 2, 4: 4, 5: 4, 6: 6, 7: 6, 8: 8, 100: 8}.items():
+        cuts = objective.plan(case.policy, trajectory, torch.arange(8), budget)
+        assert max(len(cut.rows) for cut in cuts) == largest
+        assert all((trajectory.segments[0].group[cut.rows].bincount() % 2 == 0).all() for cut in cuts)
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_prompts_whose_samples_are_equally_good_have_no_pair(name: str, policies: dict[str, Policy]) -> None:
     case = Case(name, policies)
@@ -164,8 +195,11 @@ def test_an_iteration_of_equally_good_samples_or_of_single_ones_changes_nothing(
         trajectory, result = objective.as_trained(case.policy, *data)
         roots = torch.arange(trajectory.segments[0].num_rows)
         cuts = objective.plan(case.policy, trajectory, roots, 8)
-        experience = objective.prepare(case.policy, trajectory, result, cuts, engine, Metrics())
-        assert objective.minibatch(experience, roots, engine).trained_decisions == 0
+        experience = objective.prepare(case.policy, trajectory, result, cuts, engine, metrics := Metrics())
+        minibatch = objective.minibatch(experience, roots, engine)
+        assert minibatch.trained_decisions == 0
+        assert all(objective.loss(case.policy, minibatch, cut, 0, metrics) == 0 for cut in cuts)
+        assert not any(name.startswith("nonfinite/") for name in metrics.reduce())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -21,9 +21,11 @@ from modalities.base import Request
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample, Text
 from rewards.combine import RewardResult
+from uniml_rl.algorithms.presets import resolve_algorithm
 from uniml_rl.engines.base import Engine
 from uniml_rl.engines.torch_engine import TorchEngine
 from uniml_rl.experience import Experience
+from uniml_rl.objectives.policy_gradient import PolicyGradientObjective
 from uniml_rl.trainer import Trainer
 
 PROMPTS = 12
@@ -178,6 +180,22 @@ def test_a_group_needs_two_valid_samples_that_differ(tmp_path: Path) -> None:
     trained, kept = trainer.objective.as_trained(trainer.policy, trajectory, result)
     assert [request.group for request in trained.requests] == [2, 2, 2]
     assert kept.total.nan_to_num(-1.0).tolist() == [1.0, -1.0, 0.0] and kept.valid.tolist() == [True, False, True]
+
+
+def test_rewards_of_their_own_need_two_valid_samples_that_differ_in_one_of_them() -> None:
+    block = {"name": "dapo", "overlong": None, "advantage": {"normalisation": "per_reward"}}
+    objective = PolicyGradientObjective(resolve_algorithm(block), None)
+    requests = [Request(Prompt("p", g), g, SampleKey(0, 0, 0, g, s)) for g in range(4) for s in range(2)]
+    trajectory = ToyPolicy("letters").rollout(requests)
+    valid = torch.tensor([True, True, True, True, True, False, True, True])  # the sixth by another reward's failure
+    raw = {
+        "first": torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0]),
+        "second": torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, math.nan, 1.0, 1.0]),
+        "watched": torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 1.0, math.nan, 1.0]),
+    }
+    weights = {"first": 1.0, "second": 1.0, "watched": 0.0}
+    result = replace(scored(raw["first"] + raw["second"]), valid=valid, raw=raw, weights=weights)
+    assert objective.useful(trajectory, result).view(4, 2).any(1).tolist() == [False, True, False, False]
 
 
 def test_kept_experience_is_trained_while_nothing_useful_is_found(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import copy
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from contracts.harness import make_trainer
 from torch import Tensor
-from toy_policy import LENGTH, LETTERS
+from toy_policy import LENGTH, LETTERS, ToyPolicy
 from toy_runs import on_ranks
 from toy_world import (
     ROWS,
@@ -30,7 +32,7 @@ from modalities.errors import UserError
 from uniml_rl.algorithms.presets import resolve_algorithm
 from uniml_rl.engines.base import Engine
 from uniml_rl.engines.torch_engine import TorchEngine
-from uniml_rl.experience import to_segment
+from uniml_rl.experience import Experience, Minibatch, to_segment
 from uniml_rl.monitor.metrics import Metrics
 from uniml_rl.objectives.policy_gradient import PolicyGradientObjective
 
@@ -121,6 +123,25 @@ def test_ranks_agree_with_one_process(block: dict[str, Any]) -> None:
             assert all(torch.equal(state["running_statistics"][segment][key], statistics[key]) for key in statistics)
 
 
+@pytest.mark.parametrize(("mode", "together"), [("prompt_mean", True), ("token_mean", False)])
+def test_a_mean_over_prompts_finds_a_prompts_samples_in_one_optimizer_step(
+    mode: str, together: bool, tmp_path: Path
+) -> None:
+    algorithm = {"name": "grpo", "aggregation": {"mode": mode}, "minibatches": 2}
+    trainer = make_trainer(ToyPolicy("letters"), algorithm, TorchEngine("cpu"), tmp_path)
+    steps, minibatch = list[set[int]](), trainer.objective.minibatch
+
+    def recording(experience: Experience, roots: Tensor, engine: Engine) -> Minibatch:
+        steps.append(set(experience.segments[0].groups[roots].tolist()))
+        return minibatch(experience, roots, engine)
+
+    trainer.objective.minibatch = recording  # type: ignore[method-assign]
+    for iteration in range(3):
+        trainer.iterate(iteration)
+    assert len(steps) == 6
+    assert together == all(first.isdisjoint(second) for first, second in zip(steps[::2], steps[1::2], strict=True))
+
+
 # -- replay, reference, critic --------
 
 
@@ -160,6 +181,22 @@ def test_a_sampler_that_may_differ_does_not_give_the_old_log_probs(keys: dict[st
     experience = prepared(objective, world, metrics=metrics)
     assert torch.allclose(experience.segments[0].old_log_probs, truth)
     assert metrics.reduce()["rollout/mismatch"] == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "exact"),
+    [("fp32", torch.float32, True), ("bf16", torch.float32, False), ("fp32", torch.bfloat16, False)],
+)
+def test_where_rounding_depends_on_the_cut_the_samplers_log_probs_are_not_the_old_ones(
+    precision: str, dtype: torch.dtype, exact: bool
+) -> None:
+    world = make_world()
+    world.policy.dtype = dtype
+    truth = log_probs(world.policy.table.weight.detach(), world.tokens)
+    world.segment.rollout_log_probs = truth + 0.1
+    objective = PolicyGradientObjective(resolve_algorithm("ddpo"), None)
+    old = prepared(objective, world, TorchEngine("cpu", precision)).segments[0].old_log_probs
+    assert torch.allclose(old, truth + 0.1 if exact else truth)
 
 
 def test_while_the_critic_warms_up_the_policy_has_no_gradient_through_its_features_either() -> None:

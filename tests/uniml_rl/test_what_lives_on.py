@@ -27,6 +27,7 @@ from uniml_rl.engines.torch_engine import TorchEngine
 from uniml_rl.experience import Experience
 from uniml_rl.monitor.metrics import Metrics
 from uniml_rl.objectives.policy_gradient import PolicyGradientObjective
+from uniml_rl.objectives.replay import concatenate_experience
 from uniml_rl.run import train_from_yaml
 
 # -- recent experience ------------------------------------------------------------------------------------------------
@@ -94,6 +95,29 @@ def test_kept_experience_is_restored_bit_for_bit() -> None:
         assert torch.equal(getattr(expected.segments[0], name), getattr(found.segments[0], name))
     assert found.trajectory.requests == expected.trajectory.requests
     assert torch.equal(found.trajectory.segments[0].tokens, expected.trajectory.segments[0].tokens)  # type: ignore[attr-defined]
+
+
+def test_experience_of_unequal_length_is_padded_whatever_the_shape_of_its_parts() -> None:
+    world = make_world()
+    objective = PolicyGradientObjective(resolve_algorithm("grpo"), None)
+
+    def experience(length: int) -> Experience:
+        segment = world.segment
+        names = ("rollout_log_probs", "trained_mask", "length_mask", "context_mask", "tokens")
+        segment = replace(segment, **{name: getattr(segment, name)[:, :length] for name in names})
+        cut = replace(world, trajectory=replace(world.trajectory, segments=[segment]))
+        part = prepared(objective, cut)
+        part.segments[0].old = {"mean": torch.rand(ROWS, length, 3), "std": torch.rand(ROWS, length)}
+        return part
+
+    short, whole = experience(2), experience(LENGTH)
+    joined = concatenate_experience([short, whole]).segments[0]
+    for name in ("mean", "std"):
+        found = joined.old[name]  # type: ignore[index]
+        assert torch.equal(found[:ROWS, :2], short.segments[0].old[name])  # type: ignore[index]
+        assert torch.equal(found[ROWS:], whole.segments[0].old[name])  # type: ignore[index]
+        assert not found[:ROWS, 2:].any()
+    assert joined.mask.shape == (2 * ROWS, LENGTH)
 
 
 KEEPING: list[dict[str, Any]] = [

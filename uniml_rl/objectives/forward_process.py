@@ -57,7 +57,7 @@ class ForwardProcessObjective(LikelihoodObjective):
         part = SegmentExperience(mask, segment.group, nothing, nothing)
         if self.settings.loss.needs_old_log_prob:
             part.old_log_probs = log_probs_under(policy, "current", trajectory, 0, cuts)
-        self.credit.assign(part, trajectory, 0, result.total.detach(), result.valid, nothing, engine, metrics)
+        self.credit.assign(part, trajectory, 0, result.total, result.valid, nothing, engine, metrics)
         return Experience(trajectory, [part])
 
     def minibatch(self, experience: Experience, roots: Tensor, engine: Engine) -> Minibatch:

@@ -63,7 +63,7 @@ class KTOObjective(LikelihoodObjective):
         """
         segment = trajectory.segments[0]
         groups, place = segment.group.unique(return_inverse=True)
-        partner = torch.where((place ^ 1) < len(groups), place ^ 1, place - 1).clamp(min=0)
+        partner = torch.where((place ^ 1) < len(groups), place ^ 1, place - 1)  # of the only one -1, itself
         row_of = torch.zeros(len(groups), dtype=torch.long)
         row_of[place] = torch.arange(len(place))
         exchanged = Trajectory([segment.with_prompts_of(row_of[partner])], trajectory.requests)

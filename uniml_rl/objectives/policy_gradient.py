@@ -119,7 +119,7 @@ class PolicyGradientObjective(Objective):
         metrics: Metrics,
     ) -> Experience:
         segments = self._replay_all(policy, trajectory, result, cuts, engine)
-        totals = result.total.detach()
+        totals = result.total
         if self.settings.overlong is not None:
             last = trajectory.segments[-1]
             lengths = (last.length_mask & ~last.context_mask).sum(1)
@@ -171,7 +171,7 @@ class PolicyGradientObjective(Objective):
         needs |= {"log_prob"} if score_again else set()
         segments = []
         for index, segment in enumerate(trajectory.segments):
-            valid = to_segment(trajectory, result.total.detach(), result.valid, index)[1]
+            valid = to_segment(trajectory, result.total, result.valid, index)[1]
             mask = segment.trained_mask & valid.unsqueeze(1)
             old = segment.rollout_log_probs.clone()
             segments.append(SegmentExperience(mask, segment.group, old, torch.zeros(())))
