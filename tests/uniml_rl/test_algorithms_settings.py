@@ -9,6 +9,8 @@ import yaml
 
 from modalities.errors import UserError
 from modalities.settings import Settings
+from modalities.summary import PolicySummary
+from modalities.tokens import TokenSampling
 from uniml_rl.algorithms.policy_gradient_settings import PolicyGradientSettings, replay_tolerance
 from uniml_rl.algorithms.presets import PRESETS, merge_preset, resolve_algorithm
 from uniml_rl.algorithms.surrogate import SurrogateInputs
@@ -285,6 +287,38 @@ def test_the_kl_block_builds_its_controller():
         controller.update(2.2, 5)
     assert fixed.coefficient == 0.3
     assert adaptive.coefficient == pytest.approx(0.05 * (1 + 0.1 * 5 / 10))
+
+
+SIZES = {"parameters": 1, "trainable_parameters": 1, "bytes_per_parameter": 4}
+TOKENS, LATENTS = ("tokens", "token"), ("denoising", "element_mean")
+
+
+@pytest.mark.parametrize(
+    ("block", "decisions", "facts", "fragment"),
+    [
+        ({"name": "grpo", "entropy_coefficient": 0.1}, [TOKENS], {}, "entropy_coefficient: reads entropy"),
+        ({"name": "grpo"}, [TOKENS], {}, None),
+        ({"name": "ppo"}, [TOKENS], {}, "value, the critic: reads features"),
+        ({"name": "ppo"}, [TOKENS], {"offers": frozenset({"features"})}, None),
+        ({"name": "flow_dppo"}, [LATENTS], {}, "surrogate.type: flow_dppo: reads mean, std"),
+        ({"name": "flow_grpo"}, [LATENTS], {}, "kl.estimator: gaussian: reads mean, std"),
+        ({"name": "flow_grpo"}, [LATENTS], {"offers": frozenset({"mean", "std"})}, None),
+        ({"name": "dapo", "overlong": {"maximum": None}}, [TOKENS], {}, "has no sampling.max_new_tokens"),
+        ({"name": "dapo", "overlong": {"maximum": None}}, [TOKENS], {"sampling": TokenSampling()}, None),
+        ({"name": "dapo", "overlong": {"maximum": 9}}, [TOKENS], {}, None),
+        ({"name": "grpo"}, [TOKENS, TOKENS], {}, None),
+        ({"name": "kto"}, [TOKENS], {}, None),
+        ({"name": "kto"}, [TOKENS, TOKENS], {}, "in 2 segments"),
+    ],
+)
+def test_an_algorithm_that_reads_what_a_policy_does_not_offer_is_refused(block, decisions, facts, fragment):
+    policy = PolicySummary("a model", "text", decisions, **{"offers": frozenset()} | facts, **SIZES)
+    check = resolve_algorithm(block).check_policy
+    if fragment is None:
+        check(policy, 4)
+        return
+    with pytest.raises(UserError, match=re.escape(fragment)):
+        check(policy, 4)
 
 
 @pytest.mark.parametrize(
