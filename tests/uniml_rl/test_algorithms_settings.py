@@ -1,15 +1,17 @@
 """The algorithm block: presets, overrides, what is refused, and the pages that document them."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from toy_policy import ToyPolicy
 
+from modalities.base import summary_of
 from modalities.errors import UserError
 from modalities.settings import Settings
-from modalities.summary import PolicySummary
 from modalities.tokens import TokenSampling
 from uniml_rl.algorithms.policy_gradient_settings import PolicyGradientSettings, replay_tolerance
 from uniml_rl.algorithms.presets import PRESETS, merge_preset, resolve_algorithm
@@ -289,7 +291,7 @@ def test_the_kl_block_builds_its_controller():
     assert adaptive.coefficient == pytest.approx(0.05 * (1 + 0.1 * 5 / 10))
 
 
-SIZES = {"parameters": 1, "trainable_parameters": 1, "bytes_per_parameter": 4}
+FOUR = TokenSampling(max_new_tokens=4)
 TOKENS, LATENTS = ("tokens", "token"), ("denoising", "element_mean")
 
 
@@ -306,19 +308,46 @@ TOKENS, LATENTS = ("tokens", "token"), ("denoising", "element_mean")
         ({"name": "dapo", "overlong": {"maximum": None}}, [TOKENS], {}, "has no sampling.max_new_tokens"),
         ({"name": "dapo", "overlong": {"maximum": None}}, [TOKENS], {"sampling": TokenSampling()}, None),
         ({"name": "dapo", "overlong": {"maximum": 9}}, [TOKENS], {}, None),
+        ({"name": "dapo", "overlong": {"maximum": 5}}, [TOKENS], {"sampling": FOUR}, "nothing ever would be"),
+        ({"name": "dapo", "overlong": {"maximum": 5, "buffer": 2}}, [TOKENS], {"sampling": FOUR}, None),
+        ({"name": "mix_grpo"}, [LATENTS], {}, "trains a window of the transitions"),
+        ({"name": "mix_grpo"}, [LATENTS], {"windowed": True}, None),
+        ({"name": "reward_model"}, [TOKENS], {}, "this policy makes tokens"),
+        ({"name": "reward_model"}, [("scores", "none")], {}, None),
         ({"name": "grpo"}, [TOKENS, TOKENS], {}, None),
         ({"name": "kto"}, [TOKENS], {}, None),
         ({"name": "kto"}, [TOKENS, TOKENS], {}, "in 2 segments"),
     ],
 )
 def test_an_algorithm_that_reads_what_a_policy_does_not_offer_is_refused(block, decisions, facts, fragment):
-    policy = PolicySummary("a model", "text", decisions, **{"offers": frozenset()} | facts, **SIZES)
+    policy = replace(summary_of(ToyPolicy("letters")), decisions=decisions, **{"offers": frozenset()} | facts)
     check = resolve_algorithm(block).check_policy
     if fragment is None:
         check(policy, 4)
         return
     with pytest.raises(UserError, match=re.escape(fragment)):
         check(policy, 4)
+
+
+@pytest.mark.parametrize(
+    ("block", "kind", "doubtful"),
+    [
+        ({"name": "dpo", "loss": {"beta": 11.0}}, "tokens", True),
+        ({"name": "dpo", "loss": {"beta": 10.0}}, "tokens", False),
+        ({"name": "kto", "beta": 11.0}, "tokens", True),
+        ({"name": "kto", "beta": 0.1}, "tokens", False),
+        ({"name": "kto", "beta": 0.9}, "denoising", True),
+        ({"name": "kto", "beta": 1.0}, "denoising", False),
+        ({"name": "diffusion_dpo"}, "denoising", False),
+        ({"name": "grpo"}, "tokens", False),
+    ],
+)
+def test_a_beta_of_the_other_kind_of_decision_is_doubted(block, kind, doubtful):
+    doubts = resolve_algorithm(block).doubts(kind)
+    assert len(doubts) == doubtful
+    for doubt in doubts:
+        beta = float(re.search(r"beta: ([0-9.]+)", doubt)[1])
+        assert float(re.search(r"1 / beta = ([0-9.]+)", doubt)[1]) == pytest.approx(1 / beta, rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,8 @@ def test_a_failed_reward_and_equal_rewards_teach_nothing(world: DenoisingWorld) 
         ({"name": "awm", "minibatches": 2}, "loss.clip: null with epochs x minibatches = 2"),
         ({"name": "awm", "epochs": 2}, "loss.clip: null with epochs x minibatches = 2"),
         ({"name": "diffusion_nft", "advantage": {"type": "gae"}}, "a whole sample is learned from"),
+        ({"name": "awm", "loss": {"clip": None}, "epochs": 2}, "epochs x minibatches = 2: without a ratio"),
+        ({"name": "awm", "loss": {"clip": None}, "epochs": 2, "minibatches": 2}, "epochs x minibatches = 4: without"),
     ],
 )
 def test_parts_that_contradict_each_other_are_refused(block: dict[str, Any], fragment: str) -> None:
