@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -158,7 +159,7 @@ def in_a_fork(work: Callable[[], Any], seconds: float | None = None) -> Any:
 
 def failures(items: Sequence[pytest.Item]) -> Iterator[str]:
     """Runs one test after the other: how each fails, "" if it passes."""
-    for item, following in zip(items, [*items[1:], None], strict=True):
+    for item, following in zip_longest(items, items[1:]):
         reports = runtestprotocol(item, log=False, nextitem=following)
         yield next((f"{item.nodeid}\n{report.longreprtext}" for report in reports if report.failed), "")
 

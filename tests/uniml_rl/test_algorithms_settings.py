@@ -203,6 +203,8 @@ def test_a_wrong_block_in_a_file_is_answered_with_the_key_the_value_and_the_way_
             "ratio: sequence is for tokens",
         ),
         ({"name": "ddpo", "entropy_coefficient": 0.1}, {"kind": "denoising"}, "no gradient"),
+        ({"name": "kto", "desirable_above": "group_mean"}, {"group_size": 1}, "group size is 1"),
+        ({"name": "dpo"}, {"kind": "scores"}, "the scores of a reward model have none"),
         ({"name": "dapo"}, {"kind": "denoising"}, "no length to punish"),
         ({"name": "dapo"}, {"group_size": 1}, "group size is 1"),
         ({"name": "reinforce_plus_plus_baseline"}, {"group_size": 1}, "group size is 1"),
@@ -226,6 +228,9 @@ def test_an_algorithm_that_does_not_fit_the_segment_is_refused(block, facts, fra
     [
         ({"name": "ppo"}, (1, "token", "tokens")),
         ({"name": "ddpo"}, (1, "element_mean", "denoising")),
+        ({"name": "kto"}, (1, "token", "tokens")),
+        ({"name": "dpo"}, (2, "token", "tokens")),
+        ({"name": "dpo", "reference_free": True}, (2, "none", "scores")),
         ({"name": "grpo"}, (2, "element_mean", "denoising")),
         ({"name": "flow_grpo"}, (2, "element_mean", "denoising")),
         ({"name": "flow_grpo"}, (2,)),  # before the policy is known
@@ -327,6 +332,28 @@ def test_an_algorithm_that_reads_what_a_policy_does_not_offer_is_refused(block, 
         return
     with pytest.raises(UserError, match=re.escape(fragment)):
         check(policy, 4)
+
+
+@pytest.mark.parametrize(
+    ("block", "labels", "fragment"),
+    [
+        ({"name": "sft"}, {0.0, 1.0}, None),
+        ({"name": "sft"}, {0.0}, "no sample has the label 1"),
+        ({"name": "kto"}, {0.0, 1.0}, None),
+        ({"name": "kto"}, {1.0}, "every sample is desirable"),
+        ({"name": "kto", "desirable_above": "group_mean"}, {0.0, 1.0}, None),
+        ({"name": "kto", "desirable_above": 0.0}, {0.0, 1.0}, None),
+        ({"name": "kto", "desirable_above": 1.0}, {0.0, 1.0}, "at least 0 and below 1"),
+        ({"name": "kto", "desirable_above": -0.1}, {0.0, 1.0}, "at least 0 and below 1"),
+    ],
+)
+def test_labels_that_teach_nothing_are_refused(block, labels, fragment):
+    check = resolve_algorithm(block).check_labels
+    if fragment is None:
+        check(labels)
+        return
+    with pytest.raises(UserError, match=fragment):
+        check(labels)
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def test_a_mean_over_prompts_finds_a_prompts_samples_in_one_optimizer_step(
 def test_a_replay_that_scores_something_else_is_an_error_a_warning_or_ignored(caplog: pytest.LogCaptureFixture) -> None:
     world = make_world()
     world.segment.trained_mask = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+    world.segment.trained_mask[0, 1] = False  # a cut of which not all is trained
     cut = world.policy.plan(world.trajectory, torch.arange(ROWS), 4)[0]
 
     def check(**keys: Any) -> None:
