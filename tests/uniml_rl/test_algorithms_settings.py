@@ -203,7 +203,7 @@ def test_a_wrong_block_in_a_file_is_answered_with_the_key_the_value_and_the_way_
             "ratio: sequence is for tokens",
         ),
         ({"name": "ddpo", "entropy_coefficient": 0.1}, {"kind": "denoising"}, "no gradient"),
-        ({"name": "kto", "desirable_above": "group_mean"}, {"group_size": 1}, "group size is 1"),
+        ({"name": "kto", "desirable_above": "group_mean"}, {"group_size": 1}, "compares the samples of a prompt"),
         ({"name": "dpo"}, {"kind": "scores"}, "the scores of a reward model have none"),
         ({"name": "dapo"}, {"kind": "denoising"}, "no length to punish"),
         ({"name": "dapo"}, {"group_size": 1}, "group size is 1"),
