@@ -43,9 +43,11 @@ SWAPPED_NAMES |= {"amax": "amin", "amin": "amax", "argmax": "argmin", "argmin": 
 DROPPED_CALLS = ("detach", "clamp", "clamp_min", "clamp_max", "abs", "square", "sqrt", "exp")
 
 
-def alternatives(node: ast.AST) -> Iterator[ast.expr]:
-    """What may stand in the place of an expression: the same with one thing wrong."""
+def alternatives(node: ast.AST) -> Iterator[ast.expr | ast.AugAssign]:
+    """What may stand in the place of an expression or of an `x += y`: the same with one thing wrong."""
     match node:
+        case ast.AugAssign(target, operator, value) if type(operator) in SWAPPED_OPERATORS:
+            yield ast.AugAssign(target, SWAPPED_OPERATORS[type(operator)](), value)
         case ast.BinOp(left, operator, right) if type(operator) in SWAPPED_OPERATORS:
             if not isinstance(left, ast.Constant | ast.JoinedStr) or not isinstance(left.value, str):
                 yield ast.BinOp(left, SWAPPED_OPERATORS[type(operator)](), right)
@@ -78,7 +80,7 @@ class _Places(ast.NodeVisitor):
     """Every expression that computes: not in annotations, defaults, decorators, docstrings, messages or logging."""
 
     def __init__(self) -> None:
-        self.found: list[ast.expr] = []
+        self.found: list[ast.expr | ast.AugAssign] = []
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         for statement in node.body:
@@ -91,7 +93,7 @@ class _Places(ast.NodeVisitor):
         pass
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None and not isinstance(node.target, ast.Name):
+        if node.value is not None:
             self.visit(node.value)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
@@ -110,7 +112,7 @@ class _Places(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.expr):
+        if isinstance(node, ast.expr | ast.AugAssign):
             self.found.append(node)
         super().visit(node)
 

@@ -275,6 +275,11 @@ def test_the_dual_bound_reaches_the_surrogate():
     assert surrogate_terms(settings, torch.tensor([[2.0]]), torch.tensor([[-1.0]])).loss.item() == 3.0
 
 
+def test_ipo_wants_a_margin_of_half_the_inverse_of_beta():
+    loss = resolve_algorithm({"name": "ipo", "loss": {"beta": 0.25}}).loss
+    assert loss.terms(torch.tensor([2.0, 0.0, -1.0])).tolist() == [0.0, 4.0, 9.0]
+
+
 def test_the_mismatch_block_builds_the_correction_that_it_names():
     old, rollout, mask = torch.tensor([[1.5, 0.0]]), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     truncated = resolve_algorithm({"name": "grpo", "mismatch": {"type": "truncate", "cap": 3.0}}).mismatch
