@@ -74,7 +74,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     f"{OBJECTIVES}/forward_process.py": ("test_objective_forward_process",),
     f"{OBJECTIVES}/kto.py": DIRECT,
     f"{OBJECTIVES}/likelihood.py": DIRECT,
-    f"{OBJECTIVES}/policy_gradient.py": TOKENS,
+    f"{OBJECTIVES}/policy_gradient.py": (*TOKENS, "test_objective_denoising"),
     f"{OBJECTIVES}/preference.py": DIRECT,
     f"{OBJECTIVES}/replay.py": TOKENS,
     f"{OBJECTIVES}/reward_gradient.py": DIRECT,

@@ -115,6 +115,7 @@ def test_ranks_agree_with_one_process(block: dict[str, Any]) -> None:
     alone = work(TorchEngine("cpu"))
     together = on_ranks(3, work)
     assert alone[0].abs().max() > 0.1
+    assert alone[1][1] == make_world().mask.sum()
     assert torch.allclose(torch.cat([advantages for advantages, _, _ in together]), alone[0], atol=1e-6)
     for _, numbers, state in together:
         assert numbers == alone[1]
