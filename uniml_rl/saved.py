@@ -301,7 +301,10 @@ def export_from(source: str, to: str | Path, policy: str | None = None) -> Path:
         raise UserError(f"{target} exists; remove it or name another folder.")
     name = run.policy_name(policy)
     exported = run.folder / "export" / name
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror}. Choose another folder.") from None
     if exported.is_dir() and not run.has_weights(name):
         shutil.copytree(exported, target)
     else:

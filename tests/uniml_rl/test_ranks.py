@@ -297,6 +297,10 @@ def test_the_environment_says_who_this_process_is(monkeypatch: pytest.MonkeyPatc
     assert launched() == Launch(3, 1, 4, local_world_size=4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert launched() == Launch(3, 1, 4, local_world_size=2)
+    monkeypatch.setenv("RANK", "4")
+    with pytest.raises(UserError, match="RANK=4 must be below WORLD_SIZE=4"):
+        launched()
+    monkeypatch.setenv("RANK", "3")
     with pytest.raises(UserError, match=r"4 processes were started(?s:.*)engine\.shard: ddp"):
         TorchEngineConfig(device="cpu").build()
 

@@ -161,6 +161,8 @@ def test_mistakes_are_one_message(run: Path, tmp_path: Path) -> None:
             call(str(run.parent / "rum"))
         with pytest.raises(UserError, match=r"has (no|none of) config\.yaml.*expected a run's folder[^;]*$"):
             call(str(nothing))  # not: did you mean the folder itself
+    with pytest.raises(UserError, match="/proc/nothing/a cannot be written"):
+        export_from(str(run), "/proc/nothing/a", "a")
     with pytest.raises(UserError, match=r"has no policy 'aa'; it has \['a', 'b'\]; did you mean 'a'\?"):
         sample_from(str(run), ["x"], 1, 0, tmp_path, (), "aa")
     with pytest.raises(UserError, match=r"temperature=0\.5: this policy has no sampling settings to change"):

@@ -1,6 +1,7 @@
 """Weights divided over two ranks by FSDP2: what each holds, what is sent, checkpoints for other numbers of ranks."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import LAUNCHER, TESTS, ends, start_pair
+from pydantic import ValidationError
 from rank_work import RUN
 from sharded_work import FROM_ONE, RESULTS, RUNS
 from tiny_models_text import tiny_gpt2
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from modalities.errors import UserError
 from modalities.shards import blocks_of
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
+from uniml_rl.engines.optimizers import OptimizerSettings
 from uniml_rl.engines.torch_engine import TorchEngineConfig
 from uniml_rl.run import train_from_yaml
 
@@ -129,3 +132,19 @@ def test_blocks_are_those_that_the_library_does_not_split(tmp_path: Path) -> Non
     assert [type(block).__name__ for block in blocks_of(model)] == ["GPT2Block"] * 2
     plain = torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Identity()]))
     assert [type(block).__name__ for block in blocks_of(plain)] == ["Linear"]
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit"])
+def test_optimizers_that_read_whole_weights_are_refused(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OptimizerSettings, "require", lambda self, device: None)
+    settings = OptimizerSettings.model_validate({"type": optimizer})
+    TorchEngineConfig(device="cpu", shard="ddp").require_optimizer(settings)
+    for shard in ("fsdp", "hsdp"):
+        with pytest.raises(UserError, match=f"type: {optimizer} reads each weight whole, and engine.shard: {shard}"):
+            TorchEngineConfig(device="cpu", shard=shard).require_optimizer(settings)
+
+
+@pytest.mark.parametrize("seconds", [0.001, 1e30, math.inf, math.nan])
+def test_a_time_out_is_a_time_that_can_be_waited(seconds: float) -> None:
+    with pytest.raises(ValidationError, match="timeout_seconds"):
+        TorchEngineConfig(device="cpu", shard="ddp", timeout_seconds=seconds)

@@ -73,6 +73,8 @@ def launched() -> Launch:
         )
     on_node = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
     rank, local_rank, world_size = (int(os.environ[name]) for name in names)
+    if rank >= world_size:
+        raise UserError(f"RANK={rank} must be below WORLD_SIZE={world_size}; ranks count from 0.")
     return Launch(rank, local_rank, world_size, int(on_node))
 
 

@@ -22,8 +22,9 @@ class EngineSettings(Settings):
     before the backward pass, by as much as no gradient overflows; take it where a GPU has no bf16."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch; None leaves torch's own choice. A resumed run is equal bit for bit only with the same."""
-    timeout_seconds: float = Field(default=1800.0, gt=0)
-    """Longest wait for the other processes in one exchange, after which the run ends."""
+    timeout_seconds: float = Field(default=1800.0, ge=1, le=7 * 24 * 3600)
+    """Longest wait for the other processes in one exchange, after which the run ends. At the start of a run the first
+    process waits 10 minutes for the last one."""
     max_skipped_steps: int = Field(default=5, ge=1)
     """Ends the run after this many optimizer steps in a row that were skipped for a non-finite gradient."""
 

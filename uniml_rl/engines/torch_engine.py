@@ -47,6 +47,14 @@ class TorchEngineConfig(EngineSettings):
             raise ValueError(f"rollout_weights: with shard: {self.shard} weights are whole; remove it or take fsdp")
         return self
 
+    def require_optimizer(self, settings: OptimizerSettings) -> None:
+        super().require_optimizer(settings)
+        if self.shard in ("fsdp", "hsdp") and settings.type in ("adafactor", "adamw_8bit"):
+            raise UserError(
+                f"type: {settings.type} reads each weight whole, and engine.shard: {self.shard} divides it; use adamw "
+                "or sgd, or engine.shard: ddp."
+            )
+
     def splits(self, world_size: int) -> Splits:
         """What `world_size` processes divide. UserError for more of them than `shard` is for."""
         launch = launched()
