@@ -38,6 +38,14 @@ def deepspeed(zero: Any, **keys: Any) -> DeepSpeedEngine:
     return DeepSpeedEngineConfig(device="cpu", zero=zero, **keys).build()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def process_group_ends_with_these_tests() -> Iterator[None]:
+    """Others fork this process, and its threads would be missing there."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def linear_layers_stay_torchs() -> Iterator[None]:
     linear = nn.functional.linear
