@@ -182,7 +182,7 @@ class ZeroModule:
         """Before a backward pass through this and other modules."""
         if self.stage == 3:
             if self._gathered_for_backward:
-                self._gather(self.module)
+                self.gather(self.module)
             if self.parameters and not self.touched:
                 # DeepSpeed writes a step's first gradients over the old ones and adds the others; a parameter that the
                 # first pass leaves out would keep its old one.
@@ -206,7 +206,7 @@ class ZeroModule:
         if self.stage == 3:
             self._offload.release_backward_leftovers()
             self._gathered_for_backward = False
-            self._give_back(self.module)
+            self.give_back(self.module)
 
     # -- ZeRO-3 ----------------------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class ZeroModule:
         # Modules outside of the blocks may be called as often as a rank's own samples need (a head, chunk by chunk),
         # so their weights are gathered once for the whole pass, and, since they are needed again at once, for its
         # backward pass.
-        self._gather(self.module)
+        self.gather(self.module)
         self._gathered_for_backward |= torch.is_grad_enabled()
         self._passes.append(ExitStack())
         self._passes[-1].enter_context(saving_no_weights())
@@ -249,9 +249,9 @@ class ZeroModule:
             return
         self._passes.pop().close()
         if not torch.is_grad_enabled():
-            self._give_back(self.module)
+            self.give_back(self.module)
 
-    def _gather(self, unit: nn.Module) -> None:
+    def gather(self, unit: nn.Module) -> None:
         """Collects the weights of a block, or of the module without its blocks."""
         weights = self._weights[unit]
         if weights:
@@ -259,12 +259,11 @@ class ZeroModule:
         for weight in weights:
             weight.ds_active_sub_modules.add(_ROOT)
 
-    def _give_back(self, unit: nn.Module) -> None:
+    def give_back(self, unit: nn.Module) -> None:
+        """Frees what `gather` has collected."""
         for weight in self._weights[unit]:
             weight.ds_active_sub_modules.clear()
             weight.partition()
-
-    gather, give_back = _gather, _give_back
 
     @contextmanager
     def sampling(self, gathered: bool) -> Iterator[None]:
@@ -279,16 +278,16 @@ class ZeroModule:
                 if weights:
                     weights[0].all_gather(param_list=weights)
         else:
-            for unit in reversed(self.units):  # of several hooks the one that is put in front last runs first
-                handles.append(unit.register_forward_pre_hook(lambda unit, *_: self._gather(unit), prepend=True))
-                handles.append(unit.register_forward_hook(lambda unit, *_: self._give_back(unit)))
+            for unit in self.units:
+                handles.append(unit.register_forward_pre_hook(lambda unit, *_: self.gather(unit), prepend=True))
+                handles.append(unit.register_forward_hook(lambda unit, *_: self.give_back(unit)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
             for unit in self._weights:
-                self._give_back(unit)
+                self.give_back(unit)
             self._sampling = False
             self._offload._register_deepspeed_module(self.module)
 
