@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -104,7 +105,13 @@ def join_alone(device: str) -> None:
 
 
 def patient_group() -> dist.ProcessGroup:
-    """A group of all ranks for waits that no time-out ends."""
+    """A group of all ranks for waits that no time-out ends; one for all engines of a process."""
+    assert dist.group.WORLD is not None
+    return _patient_group_beside(dist.group.WORLD)
+
+
+@cache
+def _patient_group_beside(world: dist.ProcessGroup) -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=_PATIENCE)
     assert isinstance(group, dist.ProcessGroup)  # every rank is in it
     return group
