@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -15,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from modalities.base import Replay
 from modalities.errors import UserError
+from modalities.tensor_parallel import divide
 from modalities.tokens import Continuations, score_hidden
 
 
@@ -62,6 +64,10 @@ class CausalTokenModel(nn.Module):
     def new_cache(self) -> DynamicCache:
         """An empty key-value cache with the layer types of the model."""
         return DynamicCache(config=self.causal_lm.config)
+
+    def divide_heads(self, mesh: DeviceMesh) -> None:
+        """Tensor parallelism over a mesh of one dimension: see `modalities.tensor_parallel.divide`."""
+        divide(self.causal_lm, mesh)
 
     def _trunk(self, tokens: Tensor | None, mask: Tensor | None, positions: Tensor | None, cache: Any) -> Tensor:
         arguments: dict[str, Any] = {"use_cache": cache is not None, self._cache_argument: cache}

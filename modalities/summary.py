@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from modalities.errors import UserError
 from modalities.samples import Prompt, Sample
 from modalities.segments import LogProbUnit, Need
 from modalities.shards import blocks_of
@@ -48,6 +49,10 @@ def _any_prompts(prompts: Sequence[Prompt], sampling: Any) -> int:
     return 0
 
 
+def _no_plan(ranks: int) -> None:
+    raise UserError("only text policies have a plan by which their weights are divided along heads; take shard: fsdp.")
+
+
 def _any_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> None:
     return None
 
@@ -66,6 +71,8 @@ class WeightSizes:
     beside_bytes: int = 0
     factored: int = 0
     """Values of a second moment that keeps a mean per row and per column of each trainable matrix (Adafactor)."""
+    planned: int = 0
+    """Of the parameters, those that a plan for tensor parallelism divides."""
     largest_unit: int = 0
     """Bytes that a pass through divided modules gathers at a time: the largest block, and what is in no block."""
 
@@ -88,6 +95,7 @@ class WeightSizes:
             self.beside + other.beside,
             self.beside_bytes + other.beside_bytes,
             self.factored + other.factored,
+            self.planned + other.planned,
             max(self.largest_unit, other.largest_unit),
         )
 
@@ -146,5 +154,7 @@ class PolicySummary:
     """`fit_given(prompts, samples)` raises UserError if the policy cannot learn from one of the given samples."""
     reads: int | None = None
     """Of a reward model the tokens of prompt and sample together that it can read; None: any number."""
+    check_tensor_parallel: Callable[[int], None] = _no_plan
+    """Raises UserError, with the reason, if so many processes cannot divide the weights along heads and features."""
     rows: list[RowMemory] = field(default_factory=list)
     """Rough memory of a sample, for each segment; empty if nothing is known."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +47,7 @@ from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample, Text
 from modalities.sources import loading, resolve_model
 from modalities.summary import PolicySummary, RowMemory, layer_activations, model_activations, sizes_of
+from modalities.tensor_parallel import planned_parameters, require_plan
 from modalities.token_sampler import InProcessSampler, require_room
 from modalities.tokens import TokenSampling, cuts_by_length, distinct, left_pad, replay_tokens, require_trainable
 from modalities.weights import WeightSets
@@ -141,7 +144,10 @@ class TextPolicyConfig(PolicyConfig):
             sample_kind="text",
             decisions=[("tokens", "token")],
             offers=TextPolicy.offers,
-            weights=sizes_of([model], getattr(torch, self.dtype).itemsize),
+            weights=replace(
+                sizes_of([model], getattr(torch, self.dtype).itemsize), planned=planned_parameters(model)
+            ),
+            check_tensor_parallel=partial(require_plan, model),
             feature_size=feature_size_of(model),
             sampling=self.sampling,
             attention=model.config._attn_implementation,

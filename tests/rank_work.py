@@ -34,7 +34,7 @@ from rewards.base import Reward, RewardConfig
 from rewards.combine import RewardResult
 from uniml_rl.build import RunConfig, StageConfig, build_objective, build_policy
 from uniml_rl.config import load_yaml
-from uniml_rl.engines import replicated
+from uniml_rl.engines import buckets
 from uniml_rl.engines.base import Engine
 from uniml_rl.engines.deepspeed_engine import DeepSpeedEngine, DeepSpeedEngineConfig
 from uniml_rl.engines.distributed import DistributedEngine
@@ -133,6 +133,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "toy dpo, no pair on rank 1": ("toy", {"algorithm": {"name": "dpo"}}),
     "gpt2 grpo": ("gpt2", {"algorithm": {"name": "grpo"}}),
     "gpt2 ppo": ("gpt2", {"algorithm": {"name": "ppo", "minibatches": 1}, "critic": {}}),
+    "llama-heads grpo": ("llama-heads", {"algorithm": {"name": "grpo"}}),
+    "qwen3-heads ppo": ("qwen3-heads", {"algorithm": {"name": "ppo", "minibatches": 1}, "critic": {}}),
     "gpt2-lora grpo": ("gpt2-lora", {"algorithm": {"name": "grpo"}}),
     "chain grpo": ("chain", {"algorithm": {"name": "grpo"}}),
     "sd3-guided-lora flow_grpo": ("sd3-guided-lora", {"algorithm": {"name": "flow_grpo", "minibatches": 1}}),
@@ -148,6 +150,7 @@ MODES: dict[str, EngineSettings] = {
     "zero 2": DeepSpeedEngineConfig(device="cpu", zero=2),
     "zero 3": DeepSpeedEngineConfig(device="cpu", zero=3),
     "zero 3 sharded": DeepSpeedEngineConfig(device="cpu", zero=3, rollout_weights="sharded"),
+    "tensor": TorchEngineConfig(device="cpu", shard="ddp", tensor_parallel=2),
 }
 TABLE = [
     *(("ddp", case) for case in CASES),
@@ -158,6 +161,7 @@ TABLE = [
     ("zero 2", "toy ppo"),
     ("zero 3", "chain grpo"),
     ("zero 3 sharded", "gpt2-lora grpo"),
+    *(("tensor", case) for case in ("llama-heads grpo", "qwen3-heads ppo")),
 ]
 """What the test suite compares with one process; `scripts/proofs/parity.py` compares all of it."""
 
@@ -229,7 +233,8 @@ def compare(name: str, alone: Run | None, engine: DistributedEngine, run: RunCon
     engine.wait()
     together = Run(name, engine, run, folder)
     engine.check_equal_start()  # and end
-    samples = _of_all_ranks(together.samples, engine)
+    samples = _of_all_ranks(together.samples)
+    weights = _of_all_ranks([together.update])
     if alone is None:
         return {}
     return {
@@ -238,13 +243,14 @@ def compare(name: str, alone: Run | None, engine: DistributedEngine, run: RunCon
         "gradient": float((together.gradient - alone.gradient).norm() / alone.gradient.norm()),
         "update": float((together.update - alone.update).norm() / alone.update.norm()),
         "steps": together.steps,
+        "alike": all(torch.equal(weights[0], other) for other in weights),
         "metrics": _unequal_metrics(together.metrics, alone.metrics),
     }
 
 
-def _of_all_ranks(samples: list[Tensor], engine: Engine) -> list[Tensor]:
+def _of_all_ranks(samples: list[Tensor]) -> list[Tensor]:
     """Sorted by what they are, because one process makes them in another order."""
-    everyone: list[Any] = [None] * engine.world_size
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, samples)
     return sorted((sample for each in everyone for sample in each), key=Tensor.tolist)
 
@@ -303,7 +309,7 @@ def _check_steps(engine: ReplicatedEngine) -> dict[str, bool]:
     rank, module = engine.rank, nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(4)])
     settings = OptimizerSettings(type="sgd", learning_rate=1.0, weight_decay=0.5, gradient_clip=None)
     engine.attach({"p": ({"m": module}, settings)})
-    elements, replicated._BUCKET_ELEMENTS = replicated._BUCKET_ELEMENTS, 5
+    elements, buckets._BUCKET_ELEMENTS = buckets._BUCKET_ELEMENTS, 5
     factors = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 30.0])]
     for _ in range(2):  # micro-batches
         engine.backward((module[0] * factors[rank]).sum() + (module[3] * factors[rank]).sum())
@@ -316,7 +322,7 @@ def _check_steps(engine: ReplicatedEngine) -> dict[str, bool]:
     found["used on none"] = module[2].detach().tolist() == [1.0] * 3
     norm = (2 * (factors[0] + factors[1]).square().sum() * 4 + 3).sqrt()
     found["norm"] = abs(report.gradient_norm["p"] - float(norm)) < 1e-4
-    replicated._BUCKET_ELEMENTS = elements
+    buckets._BUCKET_ELEMENTS = elements
     before = module[0].detach().clone()
     engine.backward((module[0] * (torch.nan if rank == 1 else 1.0)).sum())
     found["not finite on one rank"] = engine.step(0).skipped and torch.equal(module[0].detach(), before)

@@ -27,6 +27,7 @@ from uniml_rl.trainer import Trainer
 
 RESULTS, FROM_ONE = "sharded.json", "from-one"
 RUNS = {"fsdp": "gathered", "fsdp-sharded": "sharded"}
+TENSOR = "tensor-from-one"
 
 
 def held(tensors: list[Tensor]) -> int:
@@ -120,6 +121,8 @@ def main(folder: Path) -> None:
         for name in (*RUNS, FROM_ONE):
             engine = engines.get(name, engines["fsdp"])
             train(load_run(folder / RUN).model_copy(update={"engine": engine}), loaded, folder / name)
+        tensor = TorchEngineConfig(device="cpu", shard="ddp", tensor_parallel=2)
+        train(load_run(folder / RUN).model_copy(update={"engine": tensor}), loaded, folder / TENSOR)
         if launch.rank == 0:
             (folder / RESULTS).write_text(json.dumps(results))
 

@@ -16,6 +16,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 WORDS = "abcdefghijklm"
@@ -80,3 +82,19 @@ def tiny_llama(folder: Path) -> Path:
 def tiny_qwen(folder: Path) -> Path:
     """Rotary positions, tied embeddings, and a pad of its own."""
     return _saved(Qwen2ForCausalLM, Qwen2Config(**_rotary(), tie_word_embeddings=True), False, folder)
+
+
+_HEADS: dict[str, object] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+"""So many that two processes can share them."""
+
+
+def tiny_llama_of_heads(folder: Path) -> Path:
+    """Biases in every linear layer."""
+    config = LlamaConfig(**_rotary() | _HEADS, attention_bias=True, mlp_bias=True)
+    return _saved(LlamaForCausalLM, config, False, folder)
+
+
+def tiny_qwen3_of_heads(folder: Path) -> Path:
+    """A norm of each head, and tied embeddings."""
+    config = Qwen3Config(**_rotary() | _HEADS, head_dim=4, tie_word_embeddings=True)
+    return _saved(Qwen3ForCausalLM, config, False, folder)

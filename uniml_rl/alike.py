@@ -11,7 +11,7 @@ from uniml_rl.engines.base import Engine
 def check_alike(engine: Engine, what: str, content: str) -> None:
     """Every rank calls it with its own content. Raises UserError on all of them if they differ."""
     digest = hashlib.sha256(content.encode()).hexdigest()
-    said = [each.split() for each in engine.union_of_names([f"{engine.rank} {digest}"])]
+    said = [each.split() for each in engine.union_of_names([f"{engine.process} {digest}"])]
     first = next(each for rank, each in said if rank == "0")
     others = sorted({rank for rank, each in said if each != first})
     if others:

@@ -20,7 +20,7 @@ from modalities.randomness import seeded_generator
 from rewards.base import RewardConfig
 from rewards.combine import RewardSet
 from uniml_rl.algorithms.algorithm import AlgorithmSettings, sample_limit
-from uniml_rl.build import EvaluationSettings, RunConfig, StageConfig, evaluation_sampling, inspect_policy
+from uniml_rl.build import EvaluationSettings, RunConfig, StageConfig, evaluation_sampling, inspect_policy, part_names
 from uniml_rl.config import LoadedConfig, load_yaml, validate
 from uniml_rl.data.prompts import FilePromptsConfig, PromptStream
 from uniml_rl.engines.ranks import launched
@@ -55,6 +55,7 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> Known:
             summaries[name] = inspect_policy(config, name, device)
             if summaries[name].weights.trainable == 0:
                 raise UserError("nothing in it is trainable.")
+            _check_tensor_parallel(config, name, summaries[name])
     for index, stage in enumerate(config.stages):
         place: KeyPath = ("stages", index)
         for key, owner in (((), stage), (("critic",), stage.critic)):
@@ -75,6 +76,16 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> Known:
         longest_prompts.append(found.longest_prompt)
         reward_bytes.append(found.reward_bytes)
     return Known(summaries, longest_prompts, reward_bytes)
+
+
+def _check_tensor_parallel(config: RunConfig, name: str, summary: PolicySummary) -> None:
+    ranks = getattr(config.engine, "tensor_parallel", 1)
+    if ranks == 1 or part_names(config.policies[name]):  # the parts are policies themselves
+        return
+    try:
+        summary.check_tensor_parallel(ranks)
+    except UserError as error:
+        raise UserError(f"engine.tensor_parallel: {ranks}: {error}") from error
 
 
 def check_shares(config: RunConfig, loaded: LoadedConfig, ranks: int) -> None:

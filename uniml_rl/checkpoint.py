@@ -103,8 +103,8 @@ class Checkpoint:
 
     @property
     def ranks(self) -> int:
-        """How many ranks wrote it."""
-        return int(self.manifest["environment"].get("ranks", 1))
+        """How many ranks had samples of their own when it was written."""
+        return _shares(self.manifest)
 
     def state_on(self, ranks: int) -> dict[str, Any]:
         """The state with what this rank kept for itself, for a run of so many ranks.
@@ -317,9 +317,18 @@ def load_checkpoint(folder: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:
     state = torch.load(folder / _STATE, weights_only=True)
     if "trainer" in state:
         state["trainer"]["engine"] = _put_back(state["trainer"]["engine"], tensors)
-    has_own = rank > 0 and _state_file(rank) in manifest["sha256"]
-    own = torch.load(folder / _state_file(rank), weights_only=True) if has_own else None
+    # Of the processes that had the same samples the first one's, which has scored them.
+    file = _state_file(rank * (_processes(manifest) // _shares(manifest)))
+    own = torch.load(folder / file, weights_only=True) if rank > 0 and file in manifest["sha256"] else None
     return Checkpoint(weights, state, manifest, own)
+
+
+def _processes(manifest: Mapping[str, Any]) -> int:
+    return int(manifest["environment"].get("ranks", 1))
+
+
+def _shares(manifest: Mapping[str, Any]) -> int:
+    return int(manifest.get("shares", _processes(manifest)))
 
 
 def environment_changes(manifest: Mapping[str, Any]) -> list[str]:

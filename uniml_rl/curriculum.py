@@ -178,7 +178,7 @@ class Curriculum:
 
     def _anyone_is_told_to_stop(self) -> bool:
         """Alike on all ranks, whichever of them a signal has reached."""
-        return bool(self.engine.sum_over_ranks(torch.tensor(int(bool(self.stop.signal)))))
+        return bool(self.engine.union_of_names(["stop"] if self.stop.signal else []))
 
     def _refuse_to_learn_from_nothing(self) -> None:
         last = self.position.rewards[-ITERATIONS_WITHOUT_REWARD:]
@@ -400,8 +400,8 @@ class Curriculum:
         # Policies that were restored, but that no stage has opened since, are in nobody else's hands.
         weights |= {name: kept for name, kept in self._restored_weights.items() if name in needed}
         stage_name = self.config.stages[first_needed].name
-        about = {"run": self.config.name, "stage": stage_name}
-        together = self.engine.rank, self.engine.wait, self.engine.union_of_names
+        about = {"run": self.config.name, "stage": stage_name, "shares": self.engine.world_size}
+        together = self.engine.process, self.engine.wait, self.engine.union_of_names
         beside = self.config.checkpoint.asynchronous and stage is not None
         self.store.save(self.position.total_iterations, weights, state, about, *together, beside=beside)
         return time.perf_counter() - started

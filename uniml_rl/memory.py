@@ -3,6 +3,10 @@
 Sizes in bytes; N parameters of the trained modules, of them n trainable; v is 2 with autocast or half-precision
 weights, else 4. The engine's `splits` says over how many ranks P, G and O it divides parameters, gradients and moments.
 
+Tensor parallelism over T ranks comes first: every size of weights, gradients and moments is multiplied by
+1 - d (1 - 1 / T), where d is the share of the parameters that the model's plan divides; the cache is divided by T.
+Activations count whole, though parts of them are divided.
+
 * weights: ((N - n) x the frozen weights' size + 4 n) / P. Policies that earlier stages trained stay: counted too.
 * beside: weights that no engine divides: text encoders (in their type), the decoder of latents or codes (float32).
 * gradients: 4 n / G.
@@ -84,6 +88,7 @@ class Alone:
     cache: float
     activations: float
     largest_unit: float
+    planned: float = 0.0  # share of the parameters that a plan for tensor parallelism divides
 
 
 def divided(alone: Alone, splits: Splits, gathered: bool) -> dict[str, float]:
@@ -91,8 +96,11 @@ def divided(alone: Alone, splits: Splits, gathered: bool) -> dict[str, float]:
     parameters, gradients, moments = (
         0.0 if name in splits.on_cpu else 1 / getattr(splits, name) for name in ("parameters", "gradients", "optimizer")
     )
-    elsewhere = 1 - parameters
-    unit = alone.largest_unit if elsewhere else 0.0
+    held = 1 - alone.planned * (1 - 1 / splits.tensor)  # of what else a rank would gather, or hold alone
+    elsewhere = held * (1 - parameters)
+    unit = held * alone.largest_unit if elsewhere else 0.0
+    opening = 1 - held * parameters
+    parameters, gradients, moments = held * parameters, held * gradients, held * moments
     copied = 1 if splits.steps_a_copy else 0
     critic_weights, critic_gradients, critic_moments = alone.critic
     critic = critic_weights * parameters + critic_gradients * (gradients + copied * moments) + critic_moments * moments
@@ -104,8 +112,8 @@ def divided(alone: Alone, splits: Splits, gathered: bool) -> dict[str, float]:
         "copies": alone.copies * parameters,
         "critic": critic,
         "rewards": alone.rewards,
-        "opening": alone.stage_weights * elsewhere,
-        "rollout": alone.cache + (alone.stage_weights * elsewhere if gathered else unit),
+        "opening": alone.stage_weights * opening,
+        "rollout": alone.cache / splits.tensor + (alone.stage_weights * elsewhere if gathered else unit),
         "update": alone.activations + unit,
         "step": 2 * alone.gradients * parameters,
     }
@@ -134,6 +142,7 @@ def _alone(config: RunConfig, index: int, known: Known) -> Alone:
         cache=values * max((_cache(row, stage, longest) for row in summary.rows), default=0),
         activations=values * activations + 3 * FLOAT32 * max((row.logits for row in summary.rows), default=0),
         largest_unit=sizes.largest_unit,
+        planned=sizes.planned / (sizes.trainable + sizes.frozen),
     )
 
 

@@ -156,7 +156,7 @@ class Trainer:
             sampled += prompts
         metrics.steps("resampling/rounds", rounds)
         metrics.steps("resampling/dropped_groups", sampled - (wanted - missing))
-        if missing > 0 and not self._warned_of_missing_groups and self.engine.rank == 0:
+        if missing > 0 and not self._warned_of_missing_groups and self.engine.leads:
             self._warned_of_missing_groups = True
             _log.warning(
                 "stage %r, iteration %d: of %d prompts sampled in %d rounds, only %d of the %d wanted had samples that "
@@ -191,7 +191,8 @@ class Trainer:
         with phase("time/decode", metrics), torch.no_grad():
             samples = self.policy.decode(trajectory)
         with phase("time/reward", metrics), torch.no_grad():
-            result = self.rewards.score(samples, trajectory.leaf_prompts(), iteration)
+            prompts_of_samples = trajectory.leaf_prompts()
+            result = self.engine.from_first(lambda: self.rewards.score(samples, prompts_of_samples, iteration))
         return Rollout(trajectory, samples, result)
 
     # -- from it to optimizer steps --------------------------------------------------------------------------------

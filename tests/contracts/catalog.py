@@ -10,7 +10,7 @@ from typing import Any
 
 from tiny_models_audio import tiny_musicgen
 from tiny_models_diffusion import tiny_stable_diffusion, tiny_stable_diffusion_3, tiny_wan
-from tiny_models_text import tiny_gpt2, tiny_llama, tiny_qwen
+from tiny_models_text import tiny_gpt2, tiny_llama, tiny_llama_of_heads, tiny_qwen, tiny_qwen3_of_heads
 
 from modalities.errors import UserError
 from uniml_rl.algorithms.algorithm import AlgorithmSettings
@@ -84,6 +84,12 @@ POLICIES["musicgen"] = one("audio", tiny_musicgen, sampling={"frames": 3})
 POLICIES["musicgen-guided-lora"] = one("audio", tiny_musicgen, lora=LORA, sampling={"frames": 3, "guidance_scale": 2.0})
 POLICIES["chain"] = chain("qwen-lora", "wan")
 
+DIVISIBLE = {
+    "llama-heads": one("text", tiny_llama_of_heads, sampling=WORDS, logits_chunk=4),
+    "qwen3-heads": one("text", tiny_qwen3_of_heads, sampling=WORDS),
+}
+"""Policies whose heads two processes can share. Alone they are those above, so the suite leaves them out."""
+
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"name": "grpo"},
     "ppo": {"name": "ppo"},
@@ -125,6 +131,6 @@ COMBINATIONS = [
 def run_config(entry: str, folder: Path) -> RunConfig:
     """The policies of an entry as a run has them, their models written into `folder`."""
     registry = TypedBlock(POLICY_TYPES, "policy")
-    blocks = POLICIES[entry].blocks(folder)
+    blocks = (POLICIES | DIVISIBLE)[entry].blocks(folder)
     policies = {name: registry.import_class(block["type"]).model_validate(block) for name, block in blocks.items()}
     return RunConfig.model_construct(policies=policies, seed=0)

@@ -11,8 +11,8 @@ import torch
 from pairs import LAUNCHER, TESTS, ends, start_pair
 from pydantic import ValidationError
 from rank_work import RUN
-from sharded_work import FROM_ONE, RESULTS, RUNS
-from tiny_models_text import tiny_gpt2
+from sharded_work import FROM_ONE, RESULTS, RUNS, TENSOR
+from tiny_models_text import tiny_gpt2, tiny_llama_of_heads
 from toy_runs import held_out, rows_of, stage, write_run
 from transformers import AutoModelForCausalLM
 
@@ -31,7 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of a curriculum with a critic, a reference, an average and an evaluation, whole and gone on with."""
     folder = tmp_path_factory.mktemp("sharded")
     policies = {
-        "letters": {"type": "text", "model": str(tiny_gpt2(folder / "model")), "sampling": {"max_new_tokens": 5}}
+        "letters": {
+            "type": "text",
+            "model": str(tiny_llama_of_heads(folder / "model")),
+            "sampling": {"max_new_tokens": 5},
+        }
     }
     common: dict[str, Any] = {
         "prompts_per_iteration": 3,
@@ -53,19 +57,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint = {"every": 1, "keep": 9, "asynchronous": True}
     write_run(folder, first, second, policies=policies, engine=engine, checkpoint=checkpoint)
     train_from_yaml(folder / RUN, [], folder / "alone")
-    stopped_in_the_middle(folder / "alone", folder / FROM_ONE)
+    for copy in (FROM_ONE, TENSOR):
+        stopped_in_the_middle(folder / "alone", folder / copy)
     ended = ends(start_pair([str(TESTS / "sharded_work.py"), str(folder)]))
     assert [code for code, _, _ in ended] == [0, 0], "\n".join(errors[-3000:] for _, _, errors in ended)
     stopped_in_the_middle(folder / "fsdp", folder / "from-two")
     train_from_yaml(folder / RUN, ["engine.rollout_weights=gathered"], folder / "from-two")
+    stopped_in_the_middle(folder / TENSOR, folder / "from-tensor", iterations=MIDDLE + 2)
+    train_from_yaml(folder / RUN, [], folder / "from-tensor")
     return folder
 
 
-def stopped_in_the_middle(run: Path, copy: Path) -> None:
-    """The run's folder as it was after some iterations of its first stage, but for the rows of the later ones."""
+def stopped_in_the_middle(run: Path, copy: Path, iterations: int = MIDDLE) -> None:
+    """The run's folder as it was after some iterations of a stage, but for the rows of the later ones."""
     shutil.copytree(run, copy)
     for path in CheckpointStore(copy / "checkpoints", 9).complete():
-        if int(path.name.rpartition("-")[2]) > MIDDLE:
+        if int(path.name.rpartition("-")[2]) > iterations:
             shutil.rmtree(path)
     shutil.rmtree(copy / "export")
 
@@ -99,7 +106,7 @@ def test_a_gathered_rollout_gathers_each_parameter_once_and_nothing_in_its_passe
     assert results["fsdp-sharded"]["gathers inside"] > 10
 
 
-@pytest.mark.parametrize("run", [*RUNS, FROM_ONE, "from-two"])
+@pytest.mark.parametrize("run", [*RUNS, FROM_ONE, "from-two", TENSOR, "from-tensor"])
 def test_runs_of_one_and_two_ranks_and_those_that_change_in_the_middle_end_alike(run: str, folder: Path) -> None:
     start, alone = weights_in(folder / "model"), exported(folder, "alone")
     assert (exported(folder, run) - alone).norm() <= 1e-3 * (alone - start).norm()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from uniml_rl.engines.optimizers import OptimizerSettings
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type in which forward passes compute; a lower one than float32 is autocast."""
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Splits:
     parameters: int = 1
     gradients: int = 1
     optimizer: int = 1
+    tensor: int = 1  # on top of these, what a model's plan divides along heads and features
     on_cpu: frozenset[str] = frozenset()  # names of the above that lie in the machine's memory, not the device's
     steps_a_copy: bool = False  # of the trainable weights, which is divided like the optimizer's state
 
@@ -57,9 +59,14 @@ class Engine(ABC):
     """Whether a rank holds but a part of the attached modules' weights."""
 
     @property
+    def process(self) -> int:
+        """Which of all processes this is: the rank, unless several train on the same samples and have one rank."""
+        return self.rank
+
+    @property
     def leads(self) -> bool:
         """Whether this process is the one that writes what there is one of."""
-        return self.rank == 0
+        return self.process == 0
 
     @abstractmethod
     def attach(self, optimizers: Mapping[str, tuple[Mapping[str, nn.Module], OptimizerSettings]]) -> None:
@@ -105,7 +112,14 @@ class Engine(ABC):
 
     @abstractmethod
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """The sum over all ranks, the same on each."""
+        """The sum over all ranks, the same on each; processes of one rank count once."""
+
+    def from_first(self, compute: Callable[[], Value]) -> Value:
+        """The value of `compute`, which of the processes of one rank only the first calls. Values must pickle.
+
+        For what need not be repeatable, as rewards: processes of one rank must go on alike.
+        """
+        return compute()
 
     def gather_rows(self, values: Tensor) -> Tensor:
         """The ranks' values [n_rank, ...] along the first dimension, in rank order, the same on each rank."""
@@ -120,7 +134,7 @@ class Engine(ABC):
 
     @abstractmethod
     def union_of_names(self, names: list[str]) -> list[str]:
-        """The sorted union of all ranks' names, so that ranks which log different metrics reduce the same keys."""
+        """The sorted union of all processes' names, so that ranks which log different metrics reduce the same keys."""
 
     def check_equal_start(self) -> None:
         """Raises UserError on every rank if the attached modules do not hold the same weights on all of them."""

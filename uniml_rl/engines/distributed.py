@@ -3,37 +3,63 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from modalities.errors import UserError
+from modalities.shards import is_divided, whole
+from uniml_rl.engines.base import StepReport, Value
 from uniml_rl.engines.optimizers import OptimizerSettings
 from uniml_rl.engines.ranks import exchanging, patient_group
+from uniml_rl.engines.tensor_group import TensorGroup
 from uniml_rl.engines.torch_engine import TorchEngine
 
 
 class DistributedEngine(TorchEngine):
-    """Over torch's process group, which exists already."""
+    """Over torch's process group, which exists already; with `tensor` its ranks share samples by groups."""
 
-    def __init__(self, device: str, precision: str = "fp32", max_skipped_steps: int = 5) -> None:
+    def __init__(
+        self,
+        device: str,
+        precision: str = "fp32",
+        max_skipped_steps: int = 5,
+        tensor: TensorGroup | None = None,
+    ) -> None:
         super().__init__(device, precision, max_skipped_steps)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.tensor = tensor
+        self.samples = None if tensor is None else tensor.samples
+        self.rank, self.world_size = dist.get_rank(self.samples), dist.get_world_size(self.samples)
+        self.divides_weights = tensor is not None
         self._modules: dict[str, nn.Module] = {}
+        self._digest = b""
         self._patient = patient_group()
+
+    @property
+    def process(self) -> int:
+        return dist.get_rank()
 
     def attach(self, optimizers: Mapping[str, tuple[Mapping[str, nn.Module], OptimizerSettings]]) -> None:
         self._modules = {
             f"{name}.{part}": module for name, (modules, _) in optimizers.items() for part, module in modules.items()
         }
+        if self.divides_weights:
+            fresh = {name: m for name, m in self._modules.items() if not any(map(is_divided, m.parameters()))}
+            self._digest = digest_of(fresh)
+            self._divide(fresh)
         super().attach(optimizers)
 
+    def _divide(self, modules: Mapping[str, nn.Module]) -> None:
+        """Divides the weights of modules that are whole on every rank."""
+        if self.tensor is not None:
+            self.tensor.divide(modules.values())
+
     def check_equal_start(self) -> None:
-        digest = torch.frombuffer(bytearray(self._digest_of_weights()), dtype=torch.int64).unsqueeze(0)
-        digests = self.gather_rows(digest)
-        others = [rank for rank, row in enumerate(digests) if not torch.equal(row, digests[0])]
+        digest = self._digest if self.divides_weights else digest_of(self._modules)
+        said = dict(each.split() for each in self.union_of_names([f"{self.process} {digest.hex()}"]))
+        others = sorted(int(process) for process, each in said.items() if each != said["0"])
         if others:
             raise UserError(
                 f"rank {', '.join(map(str, others))} would start with other weights of {', '.join(self._modules)} than "
@@ -41,14 +67,23 @@ class DistributedEngine(TorchEngine):
                 "must be drawn from the seed that the policy is built with."
             )
 
-    def _digest_of_weights(self) -> bytes:
-        return digest_of(self._modules)
+    def step(self, iteration: int) -> StepReport:
+        if self.tensor is not None:
+            self.tensor.agree(self._modules.values())
+        return super().step(iteration)
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with exchanging("gathering weights"):
+            return {key: whole(tensor) for key, tensor in tensors.items()}
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         total = value.detach().clone(memory_format=torch.contiguous_format)
         with exchanging("summing numbers"):
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.samples)
         return total
+
+    def from_first(self, compute: Callable[[], Value]) -> Value:
+        return compute() if self.tensor is None else self.tensor.from_first(compute)
 
     def union_of_names(self, names: list[str]) -> list[str]:
         everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from modalities.shards import local_part
 from uniml_rl.engines.base import StepReport
+from uniml_rl.engines.buckets import sum_gradients
 from uniml_rl.engines.distributed import DistributedEngine
-from uniml_rl.engines.ranks import exchanging
-
-_BUCKET_ELEMENTS = 32 << 20
-"""Elements of the gradients that one all-reduce sums: few calls, and a buffer of 128 MiB if they are float32."""
 
 
 class ReplicatedEngine(DistributedEngine):
@@ -35,27 +30,17 @@ class ReplicatedEngine(DistributedEngine):
     def _sum_gradients(self) -> None:
         """A non-finite gradient of one rank is one of the sum, so all ranks skip the same steps."""
         parameters = [parameter for name in self._optimizers for parameter in self._parameters(name)]
+        if self.tensor is not None:
+            self.tensor.reduce(parameters)
         used = self.sum_over_ranks(torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64))
         # What no rank has used has no gradient, as in one process: an optimizer would move it by its decay.
-        for bucket in _buckets([p for p, ranks in zip(parameters, used.tolist(), strict=True) if ranks]):
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            with exchanging("summing gradients"):
-                dist.all_reduce(flat)
-            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                parameter.grad = part.view_as(parameter)
+        parameters = [p for p, ranks in zip(parameters, used.tolist(), strict=True) if ranks]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        sum_gradients([local_part(p.grad) for p in parameters if p.grad is not None], self.samples)
 
-
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype and device each, as many as one all-reduce takes."""
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for parameter in parameters:
-        fits = size + parameter.numel() <= _BUCKET_ELEMENTS
-        if bucket and not (fits and (parameter.dtype, parameter.device) == (bucket[0].dtype, bucket[0].device)):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(parameter)
-        size += parameter.numel()
-    if bucket:
-        yield bucket
+    def _total_norm(self, parameters: list[nn.Parameter], tensors: list[Tensor]) -> float:
+        if self.tensor is None:
+            return super()._total_norm(parameters, tensors)
+        return float(self.tensor.sum_of_squares(parameters, tensors).sqrt())

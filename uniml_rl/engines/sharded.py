@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from modalities.shards import blocks_of, compute_rows_alone, give_back, whole
+from modalities.shards import blocks_of, compute_rows_alone, give_back
 from uniml_rl.engines.base import StepReport
-from uniml_rl.engines.distributed import DistributedEngine, digest_of
+from uniml_rl.engines.distributed import DistributedEngine
 from uniml_rl.engines.lockstep import Lockstep
-from uniml_rl.engines.optimizers import OptimizerSettings
 from uniml_rl.engines.ranks import exchanging
+from uniml_rl.engines.tensor_group import TensorGroup
 
 
 class ShardedEngine(DistributedEngine):
-    """Fully sharded data parallelism over a mesh whose last dimension, "shard", is what a module is divided over.
+    """Fully sharded data parallelism over a mesh whose last dimension, "shard", is what a module is divided over; with
+    `tensor`, what each rank of a tensor group holds of it.
 
     Parameters are gathered for each forward and backward pass, block by block, and gradients are reduced (summed, since
     losses are normalised over all ranks already) and scattered in each backward pass. So all ranks must run equally
@@ -40,22 +41,17 @@ class ShardedEngine(DistributedEngine):
         gathered_rollouts: bool,
         precision: str = "fp32",
         max_skipped_steps: int = 5,
+        tensor: TensorGroup | None = None,
     ) -> None:
-        super().__init__(device, precision, max_skipped_steps)
+        super().__init__(device, precision, max_skipped_steps, tensor)
         self.mesh = mesh
         self.gathered_rollouts = gathered_rollouts
-        self._digest = b""
+        self.divides_weights = True
 
-    def attach(self, optimizers: Mapping[str, tuple[Mapping[str, nn.Module], OptimizerSettings]]) -> None:
-        modules = {f"{name}.{part}": m for name, (parts, _) in optimizers.items() for part, m in parts.items()}
-        unsharded = {name: module for name, module in modules.items() if not isinstance(module, FSDPModule)}
-        self._digest = digest_of(unsharded)
-        for module in unsharded.values():
+    def _divide(self, modules: Mapping[str, nn.Module]) -> None:
+        super()._divide(modules)
+        for module in modules.values():
             shard(module, self.mesh)
-        super().attach(optimizers)
-
-    def _digest_of_weights(self) -> bytes:
-        return self._digest
 
     @contextmanager
     def sampling(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -95,10 +91,6 @@ class ShardedEngine(DistributedEngine):
                     unit.set_reshard_after_forward(unit is not root, recurse=False)
                     unit.reshard()
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with exchanging("gathering weights"):
-            return {key: whole(tensor) for key, tensor in tensors.items()}
-
     def backward(self, loss: Tensor) -> None:
         with exchanging("summing gradients"):
             super().backward(loss)
@@ -108,9 +100,12 @@ class ShardedEngine(DistributedEngine):
             give_back(module)
         return super().step(iteration)
 
-    def _total_norm(self, tensors: list[Tensor]) -> float:
-        squares = [tensor.double().square().sum() for tensor in tensors]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
+    def _total_norm(self, parameters: list[nn.Parameter], tensors: list[Tensor]) -> float:
+        if self.tensor is None:
+            squares = [tensor.double().square().sum() for tensor in tensors]
+            total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
+        else:
+            total = self.tensor.sum_of_squares(parameters, tensors)
         with exchanging("summing numbers"):
             dist.all_reduce(total, group=self.mesh.get_group("shard"))
         return math.sqrt(float(total)) if total >= 0 else math.nan

@@ -20,6 +20,7 @@ from uniml_rl.engines.optimizers import OptimizerSettings, learning_rate_at
 from uniml_rl.engines.ranks import Launch, join, launched
 from uniml_rl.engines.settings import EngineSettings
 from uniml_rl.engines.stored_tensors import as_read
+from uniml_rl.engines.tensor_group import AXIS, TensorGroup
 
 
 class TorchEngineConfig(EngineSettings):
@@ -33,6 +34,10 @@ class TorchEngineConfig(EngineSettings):
     `shard_ranks`, whose gradients are then summed. In one process each is the same as none."""
     shard_ranks: int | None = Field(default=None, ge=2)
     """Processes over which `hsdp` divides the model; None is the number on each node. Must divide their number."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Processes that train on the same samples, each with its part of the weights along heads and features, beside what
+    `shard` divides over the others. Must divide the numbers of processes and of heads; 1 divides nothing. For text
+    policies that train all weights of a model with a plan for it (docs/scaling.md). In one process the same as 1."""
     rollout_weights: Literal["auto", "gathered", "sharded"] = "auto"
     """How divided weights sample: gathered collects them once per rollout, sharded anew in each forward pass, for
     models that do not fit whole; auto is gathered if whole weights and the cache fit, and says so."""
@@ -45,6 +50,8 @@ class TorchEngineConfig(EngineSettings):
             raise ValueError(f"shard_ranks: shard: {self.shard} does not read it; remove it or take shard: hsdp")
         if self.shard in ("none", "ddp") and self.rollout_weights == "sharded":
             raise ValueError(f"rollout_weights: with shard: {self.shard} weights are whole; remove it or take fsdp")
+        if self.shard == "none" and self.tensor_parallel > 1:
+            raise ValueError("tensor_parallel: shard: none is one process; take shard: ddp, fsdp or hsdp")
         return self
 
     def require_optimizer(self, settings: OptimizerSettings) -> None:
@@ -61,10 +68,9 @@ class TorchEngineConfig(EngineSettings):
         if launch.world_size != world_size:  # a plan for other processes: all on one node
             launch = Launch(world_size=world_size, local_world_size=world_size)
         self._require_shard(launch)
-        if self.shard in ("none", "ddp"):
-            return Splits()
-        size = self._mesh(launch)[-1]
-        return Splits(size, size, size)
+        sizes = self._mesh(launch)
+        size = sizes.get("shard", 1)
+        return Splits(size, size, size, sizes.get(AXIS, 1))
 
     def _require_shard(self, launch: Launch) -> None:
         if self.shard == "none" and launch.world_size > 1:
@@ -87,26 +93,38 @@ class TorchEngineConfig(EngineSettings):
         from uniml_rl.engines.replicated import ReplicatedEngine  # these stand on this file
         from uniml_rl.engines.sharded import ShardedEngine
 
-        shape = self._mesh(launch)
+        sizes = self._mesh(launch)
         join(launch, device, self.timeout_seconds)
+        mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        tensor = TensorGroup(mesh, self.timeout_seconds) if AXIS in sizes else None
         if self.shard == "ddp":
-            return ReplicatedEngine(device, self.precision, self.max_skipped_steps)
-        names = ("replicate", "shard")[2 - len(shape) :]
-        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+            return ReplicatedEngine(device, self.precision, self.max_skipped_steps, tensor)
+        of_samples = tuple(name for name in sizes if name != AXIS)
         gathered = self.rollout_weights != "sharded"
-        return ShardedEngine(device, mesh, gathered, self.precision, self.max_skipped_steps)
+        return ShardedEngine(device, mesh[of_samples], gathered, self.precision, self.max_skipped_steps, tensor)
 
-    def _mesh(self, launch: Launch) -> tuple[int, ...]:
-        """(groups, ranks of a group) of `hsdp`, (ranks,) of the others. UserError if groups would be unequal."""
+    def _mesh(self, launch: Launch) -> dict[str, int]:
+        """Dimensions over which processes are laid out, those that train on the same samples next to each other.
+
+        UserError if groups would be unequal.
+        """
+        if launch.world_size == 1:
+            return {"replicate": 1}
+        ranks = self._groups(launch.world_size, self.tensor_parallel, "tensor_parallel", "processes")
+        tensor = {AXIS: self.tensor_parallel} if self.tensor_parallel > 1 else {}
         if self.shard != "hsdp":
-            return (launch.world_size,)
-        size = self.shard_ranks or launch.local_world_size
-        if launch.world_size % size:
+            return {"shard" if self.shard == "fsdp" else "replicate": ranks, **tensor}
+        size = self.shard_ranks or max(1, launch.local_world_size // self.tensor_parallel)
+        what = "processes" if not tensor else f"groups of {self.tensor_parallel} processes"
+        return {"replicate": self._groups(ranks, size, "shard_ranks", what), "shard": size, **tensor}
+
+    @staticmethod
+    def _groups(count: int, size: int, key: str, what: str) -> int:
+        if count % size:
             raise UserError(
-                f"engine.shard_ranks: {launch.world_size} processes cannot be divided into groups of {size}; it must "
-                "divide their number."
+                f"engine.{key}: {count} {what} cannot be divided into groups of {size}; it must divide their number."
             )
-        return launch.world_size // size, size
+        return count // size
 
 
 class TorchEngine(Engine):
@@ -147,18 +165,20 @@ class TorchEngine(Engine):
     def _parameters(self, name: str) -> list[nn.Parameter]:
         return [p for group in self._optimizers[name].param_groups for p in group["params"]]
 
-    def _total_norm(self, tensors: list[Tensor]) -> float:
-        """L2 norm over all elements, on whatever rank they are; `tensors` are the parts that are here."""
+    def _total_norm(self, parameters: list[nn.Parameter], tensors: list[Tensor]) -> float:
+        """L2 norm over all elements, on whatever rank they are; `tensors` are the parts that are here, divided as
+        `parameters` are."""
         return float(torch.nn.utils.get_total_norm(tensors)) if tensors else 0.0
 
     @torch.no_grad()
     def step(self, iteration: int) -> StepReport:
         scale, norms = self._loss_scale, {}
         for name in self._optimizers:
-            gradients = [local_part(p.grad) for p in self._parameters(name) if p.grad is not None]
+            used = [parameter for parameter in self._parameters(name) if parameter.grad is not None]
+            gradients = [local_part(parameter.grad) for parameter in used if parameter.grad is not None]
             if gradients and scale is not None:
                 torch._foreach_mul_(gradients, 1 / scale.value)
-            norms[name] = self._total_norm(gradients)
+            norms[name] = self._total_norm(used, gradients)
         skipped = not all(math.isfinite(norm) for norm in norms.values())
         ratios = {} if skipped else {name: self._step_one(name, norms[name], iteration) for name in self._optimizers}
         for optimizer in self._optimizers.values():
@@ -191,8 +211,8 @@ class TorchEngine(Engine):
             group["lr"] = learning_rate_at(settings.learning_rate, settings.schedule, iteration)
         before = [local_part(p).clone() for p in parameters]
         optimizer.step()
-        update = self._total_norm([local_part(p) - b for p, b in zip(parameters, before, strict=True)])
-        return update / max(self._total_norm(before), 1e-30)
+        update = self._total_norm(parameters, [local_part(p) - b for p, b in zip(parameters, before, strict=True)])
+        return update / max(self._total_norm(parameters, before), 1e-30)
 
     def learning_rates(self, iteration: int) -> dict[str, float]:
         return {
