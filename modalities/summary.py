@@ -50,7 +50,7 @@ def _any_prompts(prompts: Sequence[Prompt], sampling: Any) -> int:
 
 
 def _no_plan(ranks: int) -> None:
-    raise UserError("only text policies have a plan by which their weights are divided along heads; take shard: fsdp.")
+    raise UserError("only text policies have a plan by which weights are divided along heads and features.")
 
 
 def _any_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> None:

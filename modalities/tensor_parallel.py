@@ -40,15 +40,15 @@ def require_plan(causal_lm: PreTrainedModel, ranks: int) -> None:
     """
     name = type(causal_lm).__name__
     if lora_layers(causal_lm):
-        raise UserError("a low-rank adapter cannot be divided along heads; remove `lora`, or take shard: fsdp.")
+        raise UserError("a low-rank adapter cannot be divided along heads; remove `lora`.")
     planned = list(_planned(causal_lm))
     if not any(style.startswith("rowwise") for _, _, style in planned):
-        raise UserError(f"transformers has no plan that divides the layers of {name}; take shard: fsdp.")
+        raise UserError(f"transformers has no plan that divides the layers of {name}.")
     for path, layer, style in planned:
         if style != _ALIKE and (style not in _STYLES or not isinstance(layer, nn.Linear | nn.Embedding)):
             raise UserError(
-                f"the plan of {name} divides {path} as {style!r}, which is not supported; take shard: fsdp. Supported "
-                f"are linear layers and embeddings as {', '.join(_STYLES)}."
+                f"the plan of {name} divides {path} as {style!r}, which is not supported; linear layers and embeddings "
+                f"are, as {', '.join(_STYLES)}."
             )
     config: Any = causal_lm.config.get_text_config()
     sizes = {key: getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")}
@@ -56,14 +56,18 @@ def require_plan(causal_lm: PreTrainedModel, ranks: int) -> None:
     sizes |= {f"in_features of {p}": layer.in_features for p, layer, s in planned if s == "rowwise"}
     for what, size in sizes.items():
         if size is not None and size % ranks:
-            raise UserError(f"{name} has {what} = {size}, which {ranks} processes cannot divide equally.")
+            raise UserError(f"{ranks} processes cannot divide {name} equally, which has {what} = {size}.")
 
 
 def planned_parameters(causal_lm: PreTrainedModel) -> int:
     """How many parameters of a model with a plan are divided."""
-    layers = [layer for _, layer, style in _planned(causal_lm) if style != _ALIKE]
-    weights = {id(layer.weight): layer.weight for layer in layers}
-    return sum(weight.numel() for weight in weights.values())
+    divided = {
+        id(parameter): parameter.numel()
+        for _, layer, style in _planned(causal_lm)
+        for name, parameter in layer.named_parameters(recurse=False)
+        if style.startswith("colwise") or (style in _STYLES and name == "weight")
+    }
+    return sum(divided.values())
 
 
 @torch.no_grad()
@@ -87,8 +91,8 @@ def divide(causal_lm: PreTrainedModel, mesh: DeviceMesh) -> None:
         head.weight = embedding.weight
     if not torch.allclose(_some_logits(causal_lm), expected, rtol=1e-2, atol=1e-2 * float(expected.std())):
         raise UserError(
-            f"engine.tensor_parallel: transformers' plan for {type(causal_lm).__name__} does not compute what the whole "
-            "model does; take shard: fsdp."
+            f"engine.tensor_parallel: the plan of transformers for {type(causal_lm).__name__} does not compute what "
+            "the whole model does; take shard: fsdp."
         )
 
 

@@ -144,9 +144,7 @@ class TextPolicyConfig(PolicyConfig):
             sample_kind="text",
             decisions=[("tokens", "token")],
             offers=TextPolicy.offers,
-            weights=replace(
-                sizes_of([model], getattr(torch, self.dtype).itemsize), planned=planned_parameters(model)
-            ),
+            weights=replace(sizes_of([model], getattr(torch, self.dtype).itemsize), planned=planned_parameters(model)),
             check_tensor_parallel=partial(require_plan, model),
             feature_size=feature_size_of(model),
             sampling=self.sampling,

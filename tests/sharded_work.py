@@ -116,13 +116,12 @@ def main(folder: Path) -> None:
             name: TorchEngineConfig.model_validate({"device": "cpu", "shard": "fsdp", "rollout_weights": rollouts})
             for name, rollouts in RUNS.items()
         }
+        engines[TENSOR] = TorchEngineConfig(device="cpu", shard="ddp", tensor_parallel=2)
         results = {name: measure(own, engine.build()) for name, engine in engines.items()}
         loaded = load_yaml(folder / RUN)
-        for name in (*RUNS, FROM_ONE):
+        for name in (*RUNS, FROM_ONE, TENSOR):
             engine = engines.get(name, engines["fsdp"])
             train(load_run(folder / RUN).model_copy(update={"engine": engine}), loaded, folder / name)
-        tensor = TorchEngineConfig(device="cpu", shard="ddp", tensor_parallel=2)
-        train(load_run(folder / RUN).model_copy(update={"engine": tensor}), loaded, folder / TENSOR)
         if launch.rank == 0:
             (folder / RESULTS).write_text(json.dumps(results))
 

@@ -85,7 +85,8 @@ def _check_tensor_parallel(config: RunConfig, name: str, summary: PolicySummary)
     try:
         summary.check_tensor_parallel(ranks)
     except UserError as error:
-        raise UserError(f"engine.tensor_parallel: {ranks}: {error}") from error
+        message = f"engine.tensor_parallel: {ranks}: {error} Without it, shard: fsdp divides any model."
+        raise UserError(message) from error
 
 
 def check_shares(config: RunConfig, loaded: LoadedConfig, ranks: int) -> None:

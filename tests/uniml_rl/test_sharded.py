@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from modalities.errors import UserError
 from modalities.shards import blocks_of
+from modalities.text import TextPolicyConfig
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
 from uniml_rl.engines.optimizers import OptimizerSettings
 from uniml_rl.engines.torch_engine import TorchEngineConfig
@@ -97,6 +98,19 @@ def test_each_of_two_ranks_holds_half_of_weights_gradients_and_moments(run: str,
     assert 0 < found["parameters"] <= 0.525 * found["whole"]
     assert 0 < found["gradients"] <= 0.525 * found["whole"]
     assert 0 < found["moments"] <= 2 * 0.525 * found["whole"]
+
+
+def test_a_rank_of_tensor_parallelism_holds_the_planned_half_and_all_of_the_rest(
+    folder: Path, results: dict[str, Any]
+) -> None:
+    """As the estimate of memory has it: norms, biases behind a sum over ranks and the critic's head are whole."""
+    block = TextPolicyConfig(model=str(folder / "model"))
+    sizes, found = block.inspect().weights, results[TENSOR]
+    named = dict(AutoModelForCausalLM.from_pretrained(folder / "model").named_parameters())
+    whole = [key for key in named if "norm" in key or key.endswith(("o_proj.bias", "down_proj.bias"))]
+    assert sizes.planned == sum(p.numel() for key, p in named.items() if key not in whole) < sizes.trainable
+    assert found["parameters"] == found["gradients"] == found["whole"] - 4 * sizes.planned // 2
+    assert found["moments"] == 2 * (found["parameters"] - 4)  # a bias of one number is not counted
 
 
 def test_a_gathered_rollout_gathers_each_parameter_once_and_nothing_in_its_passes(results: dict[str, Any]) -> None:
