@@ -52,7 +52,8 @@ class CausalTokenModel(nn.Module):
         """See `modalities.tokens.TokenModel`."""
         if continuations is not None:
             return self._score(continuations)
-        return self.head(self._trunk(tokens, mask, positions, cache)[:, -1])
+        # A copy: a sharded engine warns of outputs that are views, as those of a divided head are.
+        return self.head(self._trunk(tokens, mask, positions, cache)[:, -1]).clone()
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""
