@@ -26,7 +26,9 @@ COLOURS = 1.01 / 255
 
 
 def pairs(modes: list[str] | None, cases: list[str] | None) -> list[tuple[str, str]]:
-    """(mode, case); policies whose rollouts are no forward passes of their modules need whole weights in them."""
+    """(mode, case); policies whose rollouts are no forward passes of their modules need whole weights in them, and
+    heads are divided of those alone that have enough."""
+    from contracts.catalog import DIVISIBLE
     from rank_work import CASES, MODES
 
     return [
@@ -34,6 +36,7 @@ def pairs(modes: list[str] | None, cases: list[str] | None) -> list[tuple[str, s
         for case in cases or CASES
         for mode in modes or MODES
         if not (MODES[mode].rollout_weights == "sharded" and CASES[case][0] == "toy")
+        and (getattr(MODES[mode], "tensor_parallel", 1) == 1 or CASES[case][0] in DIVISIBLE)
     ]
 
 

@@ -25,9 +25,9 @@ class Splits:
     parameters: int = 1
     gradients: int = 1
     optimizer: int = 1
-    tensor: int = 1  # on top of these, what a model's plan divides along heads and features
     on_cpu: frozenset[str] = frozenset()  # names of the above that lie in the machine's memory, not the device's
     steps_a_copy: bool = False  # of the trainable weights, which is divided like the optimizer's state
+    tensor: int = 1  # on top of the first three, what a model's plan divides along heads and features
 
 
 @dataclass(frozen=True)

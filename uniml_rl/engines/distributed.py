@@ -57,8 +57,8 @@ class DistributedEngine(TorchEngine):
             self.tensor.divide(modules.values())
 
     def check_equal_start(self) -> None:
-        digest = self._digest if self.divides_weights else digest_of(self._modules)
-        said = dict(each.split() for each in self.union_of_names([f"{self.process} {digest.hex()}"]))
+        digest = self._digest_of_weights().hex()
+        said = dict(each.split() for each in self.union_of_names([f"{self.process} {digest}"]))
         others = sorted(int(process) for process, each in said.items() if each != said["0"])
         if others:
             raise UserError(
@@ -66,6 +66,9 @@ class DistributedEngine(TorchEngine):
                 "rank 0, and training would not be one run. Do all nodes read the same files of the model? New weights "
                 "must be drawn from the seed that the policy is built with."
             )
+
+    def _digest_of_weights(self) -> bytes:
+        return self._digest if self.divides_weights else digest_of(self._modules)
 
     def step(self, iteration: int) -> StepReport:
         if self.tensor is not None:

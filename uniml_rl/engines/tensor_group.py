@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,15 +28,17 @@ class TensorGroup:
     def __init__(self, mesh: DeviceMesh, timeout_seconds: float) -> None:
         self.mesh = mesh[AXIS]
         self.group: dist.ProcessGroup = self.mesh.get_group()
-        rows = mesh.mesh.view(-1, self.mesh.size()).T.tolist()
-        self.samples, _ = dist.new_subgroups_by_enumeration(rows, timeout=timedelta(seconds=timeout_seconds))
+        rows = mesh.mesh.flatten(0, -2).T.tolist()
+        samples, _ = dist.new_subgroups_by_enumeration(rows, timeout=timedelta(seconds=timeout_seconds))
+        assert isinstance(samples, dist.ProcessGroup)  # every rank is in one
+        self.samples = samples
 
     def divide(self, modules: Iterable[nn.Module]) -> None:
         """By the modules' own plans; what has none, as the head of a critic, stays whole on each rank."""
         for module in modules:
             if hasattr(module, "divide_heads"):
                 with exchanging("dividing weights"):
-                    module.divide_heads(self.mesh)
+                    cast(Any, module).divide_heads(self.mesh)
 
     @staticmethod
     def reduce(parameters: Iterable[nn.Parameter]) -> None:

@@ -70,7 +70,7 @@ class TorchEngineConfig(EngineSettings):
         self._require_shard(launch)
         sizes = self._mesh(launch)
         size = sizes.get("shard", 1)
-        return Splits(size, size, size, sizes.get(AXIS, 1))
+        return Splits(size, size, size, tensor=sizes.get(AXIS, 1))
 
     def _require_shard(self, launch: Launch) -> None:
         if self.shard == "none" and launch.world_size > 1:
