@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from modalities.base import Policy
-from modalities.critic import Critic, ValueHead
+from modalities.critic import Critic
 from modalities.errors import UserError
 from uniml_rl.alike import check_alike
 from uniml_rl.build import (
@@ -22,23 +22,19 @@ from uniml_rl.build import (
     StageConfig,
     build_objective,
     build_policy,
-    build_rewards,
-    evaluation_sampling,
     part_names,
     policies_of,
 )
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
-from uniml_rl.data.prompts import MixedPromptStream, PromptStream
-from uniml_rl.data.records import RecordStream
 from uniml_rl.engines import phases
 from uniml_rl.engines.base import Engine
 from uniml_rl.evaluation import Evaluation, Evaluator, compare, evaluation_metrics, of_all_ranks
 from uniml_rl.export import export_policy
-from uniml_rl.given import AuxiliaryLoss
 from uniml_rl.monitor.progress import Progress
 from uniml_rl.monitor.report import StageReport
 from uniml_rl.monitor.samples import save_before_after, save_samples
 from uniml_rl.monitor.writer import MetricsWriter
+from uniml_rl.stage_parts import stage_auxiliary, stage_critic, stage_evaluator, stage_rewards, stage_source
 from uniml_rl.stage_rewards import StageRewards
 from uniml_rl.stopping import Stop
 from uniml_rl.trainer import Trainer
@@ -290,12 +286,12 @@ class Curriculum:
         phases.enter("opening", config.name, 0)
         self.progress.activity(f"opening stage {config.name}")
         policy = self._policy(config.policy)
-        critic = self._critic(config, policy)
+        critic = stage_critic(self.config, config, policy, self.device)
         if critic is not None and CRITIC in self._restored_weights:
             critic.load_weight_state(self._restored_weights.pop(CRITIC))
-        source, rewards = self._source(config), self._rewards(config, index)
+        source, rewards = stage_source(self.config, config), stage_rewards(self.config, index, self.device, self.folder)
         objective = build_objective(config.algorithm, critic, rewards.own)
-        auxiliary = self._auxiliary(config)
+        auxiliary = stage_auxiliary(self.config, config)
         optimizers = {config.policy: (policy.trainable_modules(), config.optimizer)}
         if critic is not None and config.critic is not None:
             optimizers[CRITIC] = (critic.trainable_modules(), config.critic.optimizer)
@@ -303,7 +299,8 @@ class Curriculum:
         read = [each.state_dict() for each in (source, auxiliary) if each]
         check_alike(self.engine, f"the data of stage {config.name!r}", repr(read))
         trainer = Trainer(policy, source, rewards, objective, self.engine, config, index, seed, auxiliary)
-        stage = OpenStage(config, policy, critic, trainer, rewards, self._evaluator(config, policy, rewards, index))
+        evaluator = stage_evaluator(self.config, index, policy, rewards, self.engine, self.device, self.folder)
+        stage = OpenStage(config, policy, critic, trainer, rewards, evaluator)
         if self._restored is not None and self.position.iteration > 0:
             trainer.load_state_dict(self._restored["trainer"])
             rewards.load_state_dict(self._restored["rewards"])
@@ -326,57 +323,6 @@ class Curriculum:
                 policy.load_weight_state(self._restored_weights.pop(name))
             self.policies[name] = policy
         return self.policies[name]
-
-    def _critic(self, config: StageConfig, policy: Policy) -> Critic | None:
-        if config.critic is None:
-            return None
-        trunk = None
-        if config.critic.source == "model":
-            trunk = build_policy(self.config, config.policy, self.device)
-        head = ValueHead((trunk or policy).feature_size, config.critic.hidden_size, self.config.seed)
-        return Critic(head.to(self.device), trunk, config.critic.trunk_gradient)
-
-    def _stage_index(self, name: str) -> int:
-        return [stage.name for stage in self.config.stages].index(name)
-
-    def _source(self, config: StageConfig) -> PromptStream | RecordStream:
-        if config.prompts is None:
-            assert config.records is not None
-            records: RecordStream = config.records.build(self.config.seed)
-            return records
-        own: PromptStream = config.prompts.build(self.config.seed)
-        if not config.rehearsal:
-            return own
-        earlier = [self.config.stages[self._stage_index(rehearsal.stage)] for rehearsal in config.rehearsal]
-        shares = [rehearsal.share for rehearsal in config.rehearsal]
-        streams = [stage.prompts.build(self.config.seed) for stage in earlier if stage.prompts is not None]
-        return MixedPromptStream([own, *streams], [1 - sum(shares), *shares])
-
-    def _auxiliary(self, config: StageConfig) -> AuxiliaryLoss | None:
-        if config.auxiliary is None:
-            return None
-        records: RecordStream = config.auxiliary.records.build(self.config.seed)
-        return AuxiliaryLoss(config.auxiliary, records, config.micro_batch)
-
-    def _rewards(self, config: StageConfig, index: int) -> StageRewards:
-        sources = [config, *(self.config.stages[self._stage_index(r.stage)] for r in config.rehearsal)]
-        sets = [build_rewards(source.rewards, self.device, self.folder) for source in sources]
-        return StageRewards(
-            [rewards for rewards in sets if rewards is not None], config.reward_control, self.config.seed, index
-        )
-
-    def _evaluator(self, config: StageConfig, policy: Policy, rewards: StageRewards, index: int) -> Evaluator | None:
-        settings = config.evaluation
-        if settings is None:
-            return None
-        prompts = settings.prompts.build(self.config.seed).first(settings.count)
-        texts = [(prompt.text, prompt.negative) for prompt in prompts]
-        check_alike(self.engine, f"the evaluation's prompts of stage {config.name!r}", repr(texts))
-        judges = build_rewards(settings.rewards, self.device, self.folder) if self._leads else None
-        if judges is not None:
-            judges.check(policy.sample_kind, prompts[:8])
-        sampling = evaluation_sampling(self.config.policies[config.policy], settings)
-        return Evaluator(policy, prompts, rewards.own, judges, settings, sampling, self.engine, index)
 
     def _save(self, stage: OpenStage | None) -> float:
         """Writes a checkpoint and returns the seconds it took. Between stages there is no trainer to save."""
