@@ -130,6 +130,8 @@ class DenoisingPolicy(DenoisingModel):
         segment.states = {step: torch.cat([states[step] for states, _ in parts]) for step in parts[0][0]}
         with torch.set_grad_enabled(last_steps > 0):
             segment.final_latents = torch.cat([final for _, final in parts])
+        if not segment.final_latents.isfinite().all():
+            raise FloatingPointError(f"policy {self.name!r} gave latents that are not finite while sampling.")
         return Trajectory([segment], requests)
 
     def _encode_texts(self, texts: list[str]) -> dict[str, Tensor]:

@@ -202,10 +202,15 @@ class DenoisingModel(Policy):
     # Decoding and weights
 
     def decode_latents(self, latents: Tensor, differentiable: bool = False) -> Tensor:
-        """Latents [b, ...] -> pixels [b, ...] float32 in [0, 1] on the device; `differentiable` keeps the gradient."""
+        """Latents [b, ...] -> pixels [b, ...] float32 in [0, 1] on the device; `differentiable` keeps the gradient.
+
+        Raises FloatingPointError for pixels that are not finite.
+        """
         with torch.set_grad_enabled(differentiable), torch.autocast(self.device.type, enabled=False):
             latents = latents.to(self.device).float()
             pixels = self.recomputed(self.pixels_from_latents)(latents)
+            if not pixels.isfinite().all():
+                raise FloatingPointError(f"policy {self.name!r}: the decoder made pixels that are not finite.")
             return (pixels / 2 + 0.5).clamp(0, 1)
 
     def trainable_modules(self) -> dict[str, nn.Module]:

@@ -6,6 +6,7 @@ between passes: `ds_tensor` is the part, flat, equally long on all ranks and pad
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -106,6 +107,19 @@ def give_back(module: nn.Module) -> None:
 def is_zero(tensor: Tensor) -> bool:
     """Whether every element is 0, on all ranks; of a sharded tensor every rank must ask."""
     return not bool(whole(tensor).any())
+
+
+def require_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raises FloatingPointError that names tensors of which this process's part holds NaN or infinity."""
+    # Two numbers instead of a mask: weights may fill the memory.
+    extremes = {
+        key: part.aminmax()
+        for key, part in ((key, local_part(tensor)) for key, tensor in tensors.items())
+        if part.numel() and part.is_floating_point()
+    }
+    wrong = sorted(key for key, (low, high) in extremes.items() if not (low.isfinite() and high.isfinite()))
+    if wrong:
+        raise FloatingPointError(f"{', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}: not finite.")
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:

@@ -298,7 +298,7 @@ def check_engine(engine: ReplicatedEngine) -> dict[str, bool]:
 def _refusal(work: Callable[[], None]) -> str:
     try:
         work()
-    except (UserError, RuntimeError) as error:
+    except (UserError, RuntimeError, FloatingPointError) as error:
         return str(error)
     return ""
 

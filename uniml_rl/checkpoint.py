@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modalities.errors import UserError
-from modalities.shards import is_divided
+from modalities.shards import is_divided, require_finite
 from uniml_rl.engines.stored_tensors import StoredTensor, StoredTensors, shard_prefix, store
 from uniml_rl.full_disk import first_line, is_full_disk
 
@@ -194,7 +194,8 @@ class CheckpointStore:
         or the new one; an earlier checkpoint of the same iteration is replaced only by the rename. Of several ranks all
         call it, each with its parts of sharded tensors; those other than 0 add what they alone know. `meet` returns
         when all have come to it, `share` the names that any rank brings. With `beside` it returns as soon as there is a
-        copy of the tensors, which threads write while training goes on; the checkpoint counts after `settle`.
+        copy of the tensors, which threads write while training goes on; the checkpoint counts after `settle`. Raises
+        FloatingPointError, and writes no tensor, if one is not finite.
         """
         self.settle()
         final = self.folder / f"{_PREFIX}{iteration:06d}"
@@ -211,6 +212,7 @@ class CheckpointStore:
             if "trainer" in state:
                 engine = _taken_out(state["trainer"]["engine"], _ENGINE, tensors)
                 state = {**state, "trainer": {**state["trainer"], "engine": engine}}
+            require_finite(tensors)
             # A handle, because torch's own file does not say why it could not be written.
             with (aside / _state_file(rank)).open("wb") as handle:
                 torch.save(state if rank == 0 else _own_part(state), handle)

@@ -1,8 +1,8 @@
 """The command line. Each command hands over to one function, imported when it runs, so that `--help` is instant.
 
 Exit codes: 0 done, 1 a bug (with its traceback) or a rank that was lost (one message), 2 a mistake of the user (one
-message), 75 told to stop by SIGTERM or SIGUSR1 and saved, 130 interrupted. The processes of one run all end with the
-same code, and one of them says why.
+message), 3 weights or what they compute are not finite (one message), 75 told to stop by SIGTERM or SIGUSR1 and saved,
+130 interrupted. The processes of one run all end with the same code, and one of them says why.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from rich.text import Text
 from modalities.errors import UserError
 from uniml_rl import __version__
 from uniml_rl.engines.endings import (
+    DIVERGED,
     INTERRUPTED,
     MISTAKE,
     REQUEUE,
+    DivergedError,
     EndedByAnotherRankError,
     LostRankError,
     StoppedError,
@@ -247,6 +249,9 @@ def _well_behaved(verbose: bool, interrupted: str = "") -> Iterator[None]:
     except UserError as error:
         _say(f"Error: {error}", "bold red")
         raise typer.Exit(MISTAKE) from None
+    except (DivergedError, FloatingPointError) as error:
+        _say(f"Error: {error}", "bold red")
+        raise typer.Exit(DIVERGED) from None
     except StoppedError as error:
         _say(str(error), "yellow")
         raise typer.Exit(REQUEUE) from None

@@ -26,6 +26,7 @@ from uniml_rl.build import (
     policies_of,
 )
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
+from uniml_rl.divergence import diverged
 from uniml_rl.engines import phases
 from uniml_rl.engines.base import Engine
 from uniml_rl.evaluation import Evaluation, Evaluator, compare, evaluation_metrics, of_all_ranks
@@ -122,10 +123,18 @@ class Curriculum:
             self.writer.write(stage, iteration, self.position.total_iterations, metrics)
 
     def run(self) -> None:
-        """Trains until every stage has ended. Raises StoppedError, with everything saved, if the process is told to."""
+        """Trains until every stage has ended.
+
+        Raises StoppedError, with everything saved, if the process is told to, and DivergedError, with nothing written,
+        when weights or what they compute are no longer finite.
+        """
         while not self.finished:
             stage = self._open(self.position.stage)
-            self._run_stage(stage)
+            try:
+                self._run_stage(stage)
+            except FloatingPointError as error:
+                steps = stage.trainer.optimizer_steps
+                raise diverged(error, self.config, stage.trainer.stage_index, steps, self.store) from error
             if not self.finished:
                 self.stop.heed()
 
@@ -345,7 +354,8 @@ class Curriculum:
         # Policies that were restored, but that no stage has opened since, are in nobody else's hands.
         weights |= {name: kept for name, kept in self._restored_weights.items() if name in needed}
         stage_name = self.config.stages[first_needed].name
-        about = {"run": self.config.name, "stage": stage_name, "shares": self.engine.world_size}
+        about: dict[str, Any] = {"run": self.config.name, "stage": stage_name, "shares": self.engine.world_size}
+        about["optimizer_steps"] = stage.trainer.optimizer_steps if stage else 0  # of that stage
         together = self.engine.process, self.engine.wait, self.engine.union_of_names
         beside = self.config.checkpoint.asynchronous and stage is not None
         self.store.save(self.position.total_iterations, weights, state, about, *together, beside=beside)

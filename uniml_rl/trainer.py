@@ -10,6 +10,7 @@ It knows no modality and no algorithm: policies cut trajectories into micro-batc
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -255,7 +256,16 @@ class Trainer:
         report = self.engine.step(max(iteration, 0))
         self._record(report, metrics)
         self.optimizer_steps += not report.skipped
+        self._refuse_to_go_on_without_numbers(report)
         self.policy.set_version(self.optimizer_steps)
+
+    def _refuse_to_go_on_without_numbers(self, report: StepReport) -> None:
+        for name, ratio in report.update_weight_ratio.items():
+            if not math.isfinite(ratio):
+                raise FloatingPointError(
+                    f"an optimizer step has moved the weights of {name!r} so far that they, or the length of the step, "
+                    f"are not finite (the gradient's norm was {report.gradient_norm[name]:.3g})."
+                )
 
     def _record(self, report: StepReport, metrics: Metrics) -> None:
         for name, norm in report.gradient_norm.items():

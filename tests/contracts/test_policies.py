@@ -384,6 +384,19 @@ def test_weights_are_restored_bit_for_bit(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", [name for name, entry in POLICIES.items() if entry.has_model])
+def test_weights_that_are_not_finite_make_no_samples_and_no_export(case: Case, tmp_path: Path) -> None:
+    parameters = list(case.policy.weight_sets.parameters().values())
+    parameters[-1].data.flatten()[-1:] = torch.nan
+    with pytest.raises(FloatingPointError, match="not finite"):
+        export_policy(case.policy, tmp_path / "exported")
+    assert not list(tmp_path.iterdir())
+    for parameter in parameters:
+        parameter.data.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        case.policy.decode(case.policy.rollout(requests()))
+
+
+@pytest.mark.parametrize("policy", [name for name, entry in POLICIES.items() if entry.has_model])
 def test_what_is_exported_is_what_was_trained(case: Case, tmp_path: Path) -> None:
     """The folder alone, opened as a run without a checkpoint opens it, scores and samples as the policy does."""
     perturb(case.policy, 0.05)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from modalities.errors import UserError
 from uniml_rl import __version__, cli
 from uniml_rl.config import load_yaml
-from uniml_rl.engines.endings import StoppedError
+from uniml_rl.engines.endings import DivergedError, StoppedError
 
 INTERFACE = {
     "train": ["CONFIG", "[KEY=VALUE]", "--folder FOLDER", "--verbose/-v"],
@@ -144,6 +144,15 @@ def test_a_stopped_run_says_so_in_one_line_and_exits_with_75(stand_in: Callable[
     stand_in("run", "train_from_yaml", StoppedError("Stopped by SIGTERM."))
     result = run("train a.yaml")
     assert (result.exit_code, result.stderr) == (75, "Stopped by SIGTERM.\n")
+
+
+@pytest.mark.parametrize("error", [DivergedError("not finite."), FloatingPointError("not finite.")])
+def test_what_is_not_finite_is_one_message_and_exit_code_3(
+    stand_in: Callable[..., list[Any]], error: Exception
+) -> None:
+    stand_in("run", "train_from_yaml", error)
+    result = run("train a.yaml")
+    assert (result.exit_code, result.stderr) == (3, "Error: not finite.\n")
 
 
 def test_a_bug_keeps_its_traceback_and_exits_with_1(stand_in: Callable[..., list[Any]]) -> None:

@@ -102,8 +102,8 @@ class Engine(ABC):
     def step(self, iteration: int) -> StepReport:
         """Clips, steps every optimizer at the learning rate of `iteration` (of the stage) and clears the gradients.
 
-        A non-finite gradient anywhere skips the step. Raises RuntimeError after too many skipped steps in a row; those
-        that lower the loss scale of float16 do not count.
+        A non-finite gradient anywhere skips the step. Raises FloatingPointError after too many skipped steps in a row;
+        those that lower the loss scale of float16 do not count.
         """
 
     @abstractmethod

@@ -1,13 +1,17 @@
 """How a run ends that cannot go on, and its exit code. The command line imports it, so it imports nothing heavy."""
 
-MISTAKE, INTERRUPTED, REQUEUE = 2, 130, 75
-"""Exit codes: a mistake of the user's, Ctrl-C, and a run that was told to stop and wants to be started again (the
-EX_TEMPFAIL of sysexits.h). A bug and a lost rank are 1."""
+MISTAKE, DIVERGED, INTERRUPTED, REQUEUE = 2, 3, 130, 75
+"""Exit codes: a mistake of the user's, numbers that are not finite any more, Ctrl-C, and a run that was told to stop
+and wants to be started again (the EX_TEMPFAIL of sysexits.h). A bug and a lost rank are 1."""
 
 
 class StoppedError(BaseException):
     """A signal told the run to stop, and it can be continued. Like KeyboardInterrupt it may be raised anywhere, and no
     library's `except Exception` shall take it for a failure of its own."""
+
+
+class DivergedError(Exception):
+    """Training has made weights that are not finite, or that compute what is not; nothing of them was saved."""
 
 
 class LostRankError(Exception):

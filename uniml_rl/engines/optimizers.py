@@ -56,7 +56,7 @@ class OptimizerSettings(Settings):
     type: Literal["adamw", "adamw_8bit", "adafactor", "sgd"] = "adamw"
     """AdamW (Loshchilov & Hutter 2017); the same with moments in 8 bits (Dettmers et al. 2022; needs the package
     bitsandbytes and a GPU); Adafactor without first moment (Shazeer & Stern 2018); or plain SGD without momentum."""
-    learning_rate: float = Field(default=1e-5, gt=0)
+    learning_rate: float = Field(default=1e-5, gt=0, le=1e30)
     """Peak learning rate. Adafactor's is relative: it is multiplied by the root mean square of each weight tensor, and
     is never more than 1/√t at optimizer step t; 1e-3 to 1e-2 are usual."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
@@ -69,7 +69,7 @@ class OptimizerSettings(Settings):
     """Adafactor's largest root mean square of a weight tensor's update before the learning rate."""
     minimum_rms: float = Field(default=1e-3, gt=0)
     """Adafactor's smallest root mean square of a weight tensor that scales its step: new tensors of zeros move too."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=1e6)
     """Decoupled weight decay."""
     gradient_clip: float | None = Field(default=1.0, gt=0)
     """Largest L2 norm of the gradient over all modules of this optimizer; None does not clip."""

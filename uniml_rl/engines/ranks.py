@@ -23,9 +23,11 @@ import torch.distributed as dist
 from modalities.errors import UserError
 from uniml_rl.engines import phases
 from uniml_rl.engines.endings import (
+    DIVERGED,
     INTERRUPTED,
     MISTAKE,
     REQUEUE,
+    DivergedError,
     EndedByAnotherRankError,
     LostRankError,
     StoppedError,
@@ -188,7 +190,7 @@ def _launcher_keeps_store() -> bool:
 
 
 def _exit_code(error: BaseException) -> int:
-    codes = {UserError: MISTAKE, StoppedError: REQUEUE, KeyboardInterrupt: INTERRUPTED}
+    codes = {UserError: MISTAKE, DivergedError: DIVERGED, StoppedError: REQUEUE, KeyboardInterrupt: INTERRUPTED}
     return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
 
 

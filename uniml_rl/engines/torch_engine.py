@@ -193,10 +193,9 @@ class TorchEngine(Engine):
         if not blames_scale:
             self._skipped_in_a_row = self._skipped_in_a_row + 1 if report.skipped else 0
         if self._skipped_in_a_row >= self.max_skipped_steps:
-            raise RuntimeError(
+            raise FloatingPointError(
                 f"{self._skipped_in_a_row} optimizer steps in a row had a non-finite gradient (norms "
-                f"{report.gradient_norm}); the last checkpoint is intact. Lower the learning rate or the reward's "
-                "scale, or use precision: fp32."
+                f"{report.gradient_norm}), as many as engine.max_skipped_steps."
             )
 
     def _step_one(self, name: str, norm: float, iteration: int) -> float:
