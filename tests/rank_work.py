@@ -48,7 +48,7 @@ from uniml_rl.run import train
 from uniml_rl.trainer import Trainer
 
 RUN, WHOLE, RESULTS = "run.yaml", "whole", "results.json"
-STEPS = 5
+STEPS, TEXTS = 5, "one two three"
 
 
 class MortalConfig(RewardConfig):
@@ -151,6 +151,7 @@ MODES: dict[str, EngineSettings] = {
     "zero 3": DeepSpeedEngineConfig(device="cpu", zero=3),
     "zero 3 sharded": DeepSpeedEngineConfig(device="cpu", zero=3, rollout_weights="sharded"),
     "tensor": TorchEngineConfig(device="cpu", shard="ddp", tensor_parallel=2),
+    "fsdp tensor": TorchEngineConfig(device="cpu", shard="fsdp", tensor_parallel=2),
 }
 TABLE = [
     *(("ddp", case) for case in CASES),
@@ -169,12 +170,15 @@ TABLE = [
 class Run:
     """A case on one engine: the samples, the gradient of the first optimizer step, the path of the weights."""
 
-    def __init__(self, name: str, engine: Engine, run: RunConfig, folder: Path) -> None:
+    def __init__(
+        self, name: str, engine: Engine, run: RunConfig, folder: Path, texts: str = TEXTS, micro_batch: int = 2
+    ) -> None:
         keys = CASES[name][1]
         optimizer = {"learning_rate": 1e-3, "gradient_clip": None, "epsilon": 1e-6}
+        count = len(texts.split())
         config = StageConfig.model_validate(
-            stage(folder, prompts_per_iteration=3, micro_batch=2, optimizer=optimizer, **keys)
-            | {"prompts": prompts(folder, "one two three") | {"shuffle": False}}
+            stage(folder, prompts_per_iteration=count, micro_batch=micro_batch, optimizer=optimizer, **keys)
+            | {"prompts": prompts(folder, texts) | {"shuffle": False}}
         )
         policy = build_policy(run, POLICY, "cpu")
         critic = make_critic(policy) if config.critic is not None else None
@@ -193,8 +197,11 @@ class Run:
         self.parameters = [p for p in self.parameters if p.requires_grad]
         start, self.gradient = self._weights(), torch.zeros(0)
         with self._watching(engine):
-            self.metrics = [trainer.iterate(iteration).metrics for iteration in range(STEPS)]
+            self.metrics = [trainer.iterate(0).metrics]
+            first = len(scores.seen)
+            self.metrics += [trainer.iterate(iteration).metrics for iteration in range(1, STEPS)]
         self.update, self.samples, self.steps = self._weights() - start, scores.seen, trainer.optimizer_steps
+        self.first_samples = scores.seen[:first]
 
     def _weights(self) -> Tensor:
         return torch.cat([whole(p).flatten() for p in self.parameters])
@@ -228,31 +235,50 @@ class Run:
         return iteration
 
 
-def compare(name: str, alone: Run | None, engine: DistributedEngine, run: RunConfig, folder: Path) -> dict[str, Any]:
+def compare(
+    name: str, alone: Run | None, engine: DistributedEngine, run: RunConfig, folder: Path, texts: str = TEXTS
+) -> dict[str, Any]:
     """One process beside several ranks, on rank 0; the others bring their samples."""
     engine.wait()
-    together = Run(name, engine, run, folder)
+    together = Run(name, engine, run, folder, texts)
     engine.check_equal_start()  # and end
-    samples = _of_all_ranks(together.samples)
+    samples, first = _of_all_ranks(together.samples), _of_all_ranks(together.first_samples)
     weights = _of_all_ranks([together.update])
     if alone is None:
         return {}
+    alike = all(torch.equal(weights[0], other) for other in weights)
+    return apart(together, samples, first, alone) | {"alike": alike}
+
+
+def apart(run: Run, samples: list[Tensor], first: list[Tensor], alone: Run) -> dict[str, Any]:
+    """What differs between a run, with all its samples and those of the first rollout, and one of one process."""
     return {
-        "samples": _largest_distance(samples, sorted(alone.samples, key=Tensor.tolist)),
+        "samples": _largest_distance(_sorted(samples), _sorted(alone.samples)),
         "different samples": len({tuple(sample.tolist()) for sample in samples}),
-        "gradient": float((together.gradient - alone.gradient).norm() / alone.gradient.norm()),
-        "update": float((together.update - alone.update).norm() / alone.update.norm()),
-        "steps": together.steps,
-        "alike": all(torch.equal(weights[0], other) for other in weights),
-        "metrics": _unequal_metrics(together.metrics, alone.metrics),
+        "made": [len(first), len(samples)],
+        "parted": [_parted(first, alone.first_samples), _parted(samples, alone.samples)],
+        "gradient": float((run.gradient - alone.gradient).norm() / alone.gradient.norm()),
+        "update": float((run.update - alone.update).norm() / alone.update.norm()),
+        "steps": run.steps,
+        "metrics": _unequal_metrics(run.metrics, alone.metrics),
     }
 
 
 def _of_all_ranks(samples: list[Tensor]) -> list[Tensor]:
-    """Sorted by what they are, because one process makes them in another order."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, samples)
-    return sorted((sample for each in everyone for sample in each), key=Tensor.tolist)
+    return [sample for each in everyone for sample in each]
+
+
+def _sorted(samples: list[Tensor]) -> list[Tensor]:
+    """By what they are, because one process makes them in another order."""
+    return sorted(samples, key=Tensor.tolist)
+
+
+def _parted(found: Sequence[Tensor], expected: Sequence[Tensor]) -> int:
+    """How many samples of one have no equal in the other."""
+    ours, theirs = (Counter(tuple(sample.tolist()) for sample in each) for each in (found, expected))
+    return (ours - theirs).total()
 
 
 def _largest_distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -1,4 +1,7 @@
-"""What the processes of test_sharded.py do: `python sharded_work.py FOLDER`, once per rank, writes sharded.json."""
+"""What the processes of test_sharded.py do: `python sharded_work.py FOLDER [RUN ...]`, once per rank.
+
+With runs they are only trained, or gone on with; without, all are, and what was measured is written to sharded.json.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from uniml_rl.trainer import Trainer
 
 RESULTS, FROM_ONE = "sharded.json", "from-one"
 RUNS = {"fsdp": "gathered", "fsdp-sharded": "sharded"}
-TENSOR = "tensor-from-one"
+TENSOR, FROM_TWO_TO_FOUR = "tensor-from-one", "from-two-to-four"
 
 
 def held(tensors: list[Tensor]) -> int:
@@ -106,25 +109,25 @@ def _unlogged() -> Any:
     return Metrics()
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *only: str) -> None:
     torch.set_num_threads(1)
     launch = launched()
     own = folder / f"models-{launch.rank}"
-    own.mkdir()
+    own.mkdir(exist_ok=True)
     with ending_together(launch):
         engines = {
             name: TorchEngineConfig.model_validate({"device": "cpu", "shard": "fsdp", "rollout_weights": rollouts})
             for name, rollouts in RUNS.items()
         }
         engines[TENSOR] = TorchEngineConfig(device="cpu", shard="ddp", tensor_parallel=2)
-        results = {name: measure(own, engine.build()) for name, engine in engines.items()}
+        results = {} if only else {name: measure(own, engine.build()) for name, engine in engines.items()}
         loaded = load_yaml(folder / RUN)
-        for name in (*RUNS, FROM_ONE, TENSOR):
+        for name in only or (*RUNS, FROM_ONE, TENSOR):
             engine = engines.get(name, engines["fsdp"])
             train(load_run(folder / RUN).model_copy(update={"engine": engine}), loaded, folder / name)
-        if launch.rank == 0:
+        if results and launch.rank == 0:
             (folder / RESULTS).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

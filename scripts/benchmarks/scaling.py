@@ -2,7 +2,7 @@
 
     python scripts/benchmarks/scaling.py --out docs/scaling_benchmark.md
 
-A small GPT-2 learns by GRPO from the same prompts in each mode. Every figure is a ratio within this one run: to the
+A small Llama learns by GRPO from the same prompts in each mode. Every figure is a ratio within this one run: to the
 same phase in one process, or of one process's update to the forward and backward passes of the bare model on the same
 rows. On two cores, two ranks of one thread each can at best take half the time of one rank with one thread.
 """
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 PHASES = ("rollout", "replay", "update", "iteration")
 PROMPTS, GROUP, TOKENS, MICRO_BATCH, WARM_UP = 8, 8, 32, 8, 1
-SIZE = {"n_embd": 192, "n_layer": 4, "n_head": 4, "n_positions": 128}
+SIZE = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
 class Sent(TorchDispatchMode):
@@ -37,24 +37,31 @@ class Sent(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            brought = args[1] if func.name().startswith(("c10d::_allgather_base", "c10d::_reduce_scatter")) else args[0]
+        if func.namespace in ("c10d", "_c10d_functional"):
+            takes_output = func.name().startswith(("c10d::_allgather_base", "c10d::_reduce_scatter"))
+            brought = args[1] if takes_output else args[0] if args else None
             tensors = brought if isinstance(brought, list) else [brought]
             self.bytes += sum(each.nbytes for each in tensors if isinstance(each, Tensor))
         return func(*args, **(kwargs or {}))
 
 
 def make_model(folder: Path) -> str:
-    """A GPT-2 of random weights with the tests' tokenizer."""
+    """A Llama of random weights with the tests' tokenizer."""
     from tiny_models_text import tiny_gpt2
-    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_gpt2(folder / "tiny"))
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=512, eos_token_id=511, pad_token_id=511, bos_token_id=511, **SIZE)
-    GPT2LMHeadModel(config).save_pretrained(folder / "model")
+    _model().save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return str(folder / "model")
+
+
+def _model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokens = {"vocab_size": 512, "eos_token_id": 511, "pad_token_id": 511, "bos_token_id": 511}
+    return LlamaForCausalLM(LlamaConfig(**tokens, **SIZE))
 
 
 def run(mode: str, folder: Path, iterations: int) -> dict[str, float]:
@@ -96,9 +103,9 @@ def run(mode: str, folder: Path, iterations: int) -> dict[str, float]:
 
 def bare(folder: Path) -> float:
     """Seconds of the bare model's forward and backward passes on as many rows of as many tokens."""
-    from transformers import GPT2LMHeadModel
+    from transformers import AutoModelForCausalLM
 
-    model = GPT2LMHeadModel.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
     rows = torch.randint(0, 511, (PROMPTS * GROUP, TOKENS + 4), generator=torch.Generator().manual_seed(0))
 
     def once() -> float:
@@ -139,9 +146,10 @@ def measure(folder: Path, modes: list[str], iterations: int) -> dict[str, dict[s
 
 def as_markdown(found: dict[str, dict[str, float]]) -> str:
     one = found["one process"]
-    parameters = 4 * sum(p.numel() for p in _sized())
+    with torch.device("meta"):
+        weights = sum(parameter.nbytes for parameter in _model().parameters())
     about = (
-        f"Made by `python scripts/benchmarks/scaling.py`: GPT-2 of {parameters / 4e6:.1f} M parameters, {PROMPTS} "
+        f"Made by `python scripts/benchmarks/scaling.py`: Llama of {weights / 4e6:.1f} M parameters, {PROMPTS} "
         f"prompts x {GROUP} samples x {TOKENS} tokens per iteration, float32 on the CPU, one thread per rank, gloo. "
         "Seconds are ratios to the same phase of one process (0.5 would be perfect for two ranks); bytes are what a "
         "rank brings to collectives in an iteration, as a ratio to the bytes of the weights."
@@ -163,15 +171,8 @@ def as_markdown(found: dict[str, dict[str, float]]) -> str:
     ]
     for mode, each in found.items():
         ratios = " | ".join(f"{each[phase] / one[phase]:.2f}" if one[phase] else "-" for phase in PHASES)
-        lines.append(f"| {mode} | {ratios} | {each['bytes'] / parameters:.1f} |")
+        lines.append(f"| {mode} | {ratios} | {each['bytes'] / weights:.1f} |")
     return "\n".join(lines) + "\n"
-
-
-def _sized() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    with torch.device("meta"):
-        return list(GPT2LMHeadModel(GPT2Config(vocab_size=512, **SIZE)).parameters())
 
 
 def main() -> None:

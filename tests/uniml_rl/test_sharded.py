@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import LAUNCHER, TESTS, ends, start_pair
+from pairs import LAUNCHER, TESTS, ends, start_pair, start_ranks
 from pydantic import ValidationError
 from rank_work import RUN
-from sharded_work import FROM_ONE, RESULTS, RUNS, TENSOR
+from sharded_work import FROM_ONE, FROM_TWO_TO_FOUR, RESULTS, RUNS, TENSOR
 from tiny_models_text import tiny_gpt2, tiny_llama_of_heads
 from toy_runs import held_out, rows_of, stage, write_run
 from transformers import AutoModelForCausalLM
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
     }
     common: dict[str, Any] = {
-        "prompts_per_iteration": 3,
+        "prompts_per_iteration": 5,
         "micro_batch": 2,
         "optimizer": {"learning_rate": 0.001, "epsilon": 1e-6},
     }
@@ -62,7 +62,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         stopped_in_the_middle(folder / "alone", folder / copy)
     ended = ends(start_pair([str(TESTS / "sharded_work.py"), str(folder)]))
     assert [code for code, _, _ in ended] == [0, 0], "\n".join(errors[-3000:] for _, _, errors in ended)
-    stopped_in_the_middle(folder / "fsdp", folder / "from-two")
+    for copy in ("from-two", FROM_TWO_TO_FOUR):
+        stopped_in_the_middle(folder / "fsdp", folder / copy)
+    ended = ends(start_ranks(4, [str(TESTS / "sharded_work.py"), str(folder), FROM_TWO_TO_FOUR]))
+    assert [code for code, _, _ in ended] == [0, 0, 0, 0], "\n".join(errors[-3000:] for _, _, errors in ended)
     train_from_yaml(folder / RUN, ["engine.rollout_weights=gathered"], folder / "from-two")
     stopped_in_the_middle(folder / TENSOR, folder / "from-tensor", iterations=MIDDLE + 2)
     train_from_yaml(folder / RUN, [], folder / "from-tensor")
@@ -120,8 +123,8 @@ def test_a_gathered_rollout_gathers_each_parameter_once_and_nothing_in_its_passe
     assert results["fsdp-sharded"]["gathers inside"] > 10
 
 
-@pytest.mark.parametrize("run", [*RUNS, FROM_ONE, "from-two", TENSOR, "from-tensor"])
-def test_runs_of_one_and_two_ranks_and_those_that_change_in_the_middle_end_alike(run: str, folder: Path) -> None:
+@pytest.mark.parametrize("run", [*RUNS, FROM_ONE, "from-two", FROM_TWO_TO_FOUR, TENSOR, "from-tensor"])
+def test_runs_of_one_two_and_four_ranks_and_those_that_change_in_the_middle_end_alike(run: str, folder: Path) -> None:
     start, alone = weights_in(folder / "model"), exported(folder, "alone")
     assert (exported(folder, run) - alone).norm() <= 1e-3 * (alone - start).norm()
     rows, expected = rows_of(folder / run), rows_of(folder / "alone")
