@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from modalities.base import Cut, Need, Policy, Trajectory
 from modalities.randomness import global_generator_seeded
 from modalities.settings import Settings
-from modalities.shards import give_back, shard_of
+from modalities.shards import give_back, shard_of, whole
+from modalities.weights import under
 
 
 class CriticSettings(Settings):
@@ -91,8 +92,6 @@ class Critic:
 
     def load_weight_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores `weight_state`."""
-        self.head.load_state_dict({k.removeprefix("head/"): v for k, v in state.items() if k.startswith("head/")})
+        self.head.load_state_dict({key: whole(value) for key, value in under(state, "head/").items()})
         if self.trunk is not None:
-            self.trunk.load_weight_state(
-                {k.removeprefix("trunk/"): v for k, v in state.items() if k.startswith("trunk/")}
-            )
+            self.trunk.load_weight_state(under(state, "trunk/"))

@@ -6,14 +6,15 @@ between passes: `ds_tensor` is the part, flat, equally long on all ranks and pad
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 
 class ZeroShard(Tensor):
@@ -66,8 +67,7 @@ def divided_like(tensor: Tensor, example: Tensor) -> Tensor:
     """A whole tensor that every rank has, sharded as `example` is. Nothing is sent."""
     shard = shard_of(example)
     if isinstance(shard, DTensor) and not isinstance(tensor, DTensor):
-        value = tensor.to(shard.to_local())
-        return distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)
+        return _distributed(tensor.to(shard.to_local()), shard.device_mesh, shard.placements)
     if not isinstance(shard, ZeroShard):
         return tensor.to(shard)
     part = local_part(shard)
@@ -76,6 +76,18 @@ def divided_like(tensor: Tensor, example: Tensor) -> Tensor:
     own, flat = torch.zeros_like(part), tensor.flatten()[dist.get_rank(shard.group) * part.numel() :][: part.numel()]
     own[: flat.numel()] = flat
     return _zero_shard(own, shard.whole_shape, shard.group)
+
+
+def rows_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A whole tensor that every rank has, sharded evenly along its longest dimension; a number stays whole."""
+    shape = list(tensor.shape)
+    return _distributed(tensor, mesh, [Shard(shape.index(max(shape)))]) if shape else tensor.clone()
+
+
+def _distributed(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """In memory of its own: what torch cuts out of the tensor keeps all of it."""
+    divided = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+    return divided.clone(memory_format=torch.contiguous_format)
 
 
 def copy_of(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -9,10 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from modalities.lora import adapter_switched, is_untrained
-from modalities.shards import copy_of, divided_like, give_back, is_divided, local_part, shard_of, whole_shape
+from modalities.shards import copy_of, divided_like, give_back, is_divided, local_part, shard_of, whole, whole_shape
 
 CURRENT = "current"
 _ADAPTER_OFF = "adapter_off"
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors that are read anew each time they are asked for, and whose shapes are known without."""
+
+    @abstractmethod
+    def shape(self, key: str) -> torch.Size:
+        """Of one of them."""
+
+    @abstractmethod
+    def under(self, place: str) -> LazyTensors:
+        """Those whose names begin with `place`, under what follows it."""
+
+
+def under(tensors: Mapping[str, Tensor], place: str) -> Mapping[str, Tensor]:
+    """Those whose names begin with `place`, under what follows it; lazy ones stay so."""
+    if isinstance(tensors, LazyTensors):
+        return tensors.under(place)
+    return {key.removeprefix(place): value for key, value in tensors.items() if key.startswith(place)}
 
 
 class WeightSets:
@@ -129,34 +149,47 @@ class WeightSets:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores `state`; raises ValueError that names missing and unexpected keys, or unequal shapes."""
+        """Restores `state`, whose tensors are asked for one at a time, in their order.
+
+        Tensors may be sharded among all processes while the modules are not; then all call it. Raises ValueError that
+        names missing and unexpected keys, or unequal shapes, before anything changes.
+        """
         self._refuse_while_swapped()
         parameters = self.parameters()
-        sets: dict[str, dict[str, Tensor]] = {}
+        keys: dict[str, list[str]] = {CURRENT: []}
         switched_off = set()
-        for full_key, value in state.items():
+        for full_key in state:
             name, _, key = full_key.partition("/")
             if key == _ADAPTER_OFF:
                 switched_off.add(name)
             else:
-                sets.setdefault(name, {})[key] = value
-        for name, tensors in {CURRENT: {}, **sets}.items():
-            missing, unexpected = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
+                keys.setdefault(name, []).append(key)
+        for name, own in keys.items():
+            missing, unexpected = parameters.keys() - set(own), set(own) - parameters.keys()
             if missing or unexpected:
                 raise ValueError(
                     f"weight set {name!r} does not fit the model: missing {sorted(missing)[:5]}, "
                     f"unexpected {sorted(unexpected)[:5]}."
                 )
-            unequal = [key for key, value in tensors.items() if whole_shape(value) != whole_shape(parameters[key])]
+            unequal = [key for key in own if _shape(state, f"{name}/{key}") != whole_shape(parameters[key])]
             if unequal:
                 raise ValueError(f"weight set {name!r} does not fit the model: other shapes for {sorted(unequal)[:5]}.")
-        for key, value in sets.pop(CURRENT).items():
-            local_part(parameters[key]).copy_(local_part(divided_like(value, parameters[key])))
+        for key in keys.pop(CURRENT):
+            local_part(parameters[key]).copy_(local_part(_put_like(state[f"{CURRENT}/{key}"], parameters[key])))
         self._sets = {
-            name: {key: copy_of(divided_like(value, parameters[key])) for key, value in tensors.items()}
-            for name, tensors in sets.items()
+            name: {key: copy_of(_put_like(state[f"{name}/{key}"], parameters[key])) for key in own}
+            for name, own in keys.items()
         }
         self._switched_off = switched_off
+
+
+def _shape(tensors: Mapping[str, Tensor], key: str) -> torch.Size:
+    return tensors.shape(key) if isinstance(tensors, LazyTensors) else whole_shape(tensors[key])
+
+
+def _put_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Sharded as the parameter is, or whole as it is."""
+    return divided_like(tensor if is_divided(parameter) else whole(tensor), parameter)
 
 
 def _taken_out(parameter: nn.Parameter) -> Tensor:

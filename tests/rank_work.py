@@ -230,7 +230,9 @@ class Run:
             flats = [
                 [torch.cat([g.flatten() for g in part.gradients(i)]) for i in range(len(part.flats))] for part in parts
             ]
-            pieces = [whole_of(part, flat, engine.sum_over_ranks) for part, flat in zip(parts, flats, strict=True)]
+            pieces = [
+                list(whole_of(part, flat, engine.sum_over_ranks)) for part, flat in zip(parts, flats, strict=True)
+            ]
             self.gradient = engine.world_size * torch.cat([piece.flatten() for each in pieces for piece in each])
         return iteration
 
@@ -377,7 +379,7 @@ def main(folder: Path, table: Sequence[tuple[str, str]]) -> None:
     with ending_together(launched()):
         engine = TorchEngineConfig(device="cpu", shard="ddp").build()
         assert isinstance(engine, ReplicatedEngine)
-        results: dict[str, Any] = {"engine": check_engine(engine), "zero": check_zero()}
+        results: dict[str, Any] = {"engine": check_engine(engine), "zero": check_zero(folder)}
         convert_gguf(own / "tiny.gguf", own / "converted")
         assert (own / "converted" / "model.safetensors").is_file()
         engines = {mode: MODES[mode].build() for mode in dict.fromkeys(mode for mode, _ in table)}

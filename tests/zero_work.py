@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from modalities.shards import local_part, whole
+from modalities.weights import WeightSets
+from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
 from uniml_rl.engines.deepspeed_engine import DeepSpeedEngine, DeepSpeedEngineConfig
 from uniml_rl.engines.optimizers import OptimizerSettings
+from uniml_rl.engines.stored_tensors import shard_prefix
 from uniml_rl.engines.torch_engine import TorchEngine
 
 
@@ -44,13 +50,17 @@ def optimizers_of(
     return {name: ({name: module}, settings) for name, module in modules.items()}
 
 
-def check_zero() -> dict[str, bool]:
-    """By what holds: shares of bytes, gathers of a rollout, and a state that one rank goes on from."""
+MOST = 0.5 + 0.05
+"""Share of what two ranks divide that one may hold."""
+
+
+def check_zero(folder: Path) -> dict[str, bool]:
+    """By what holds: shares of bytes, gathers of a rollout, and checkpoints that either engine goes on from."""
     found: dict[str, bool] = {}
     for stage in (1, 2, 3):
         engine = DeepSpeedEngineConfig(device="cpu", zero=stage).build()
-        found |= {f"zero {stage}: {what}": holds for what, holds in _check_shares(engine).items()}
-        found |= {f"zero {stage}: {what}": holds for what, holds in _check_state(engine).items()}
+        holds = _check_shares(engine) | _check_checkpoint(engine, folder / f"zero-{stage}")
+        found |= {f"zero {stage}: {what}": each for what, each in holds.items()}
     found |= _check_gathers()
     return found | dict.fromkeys(engine.union_of_names([what for what, holds in found.items() if not holds]), False)
 
@@ -67,12 +77,11 @@ def _check_shares(engine: DeepSpeedEngine) -> dict[str, bool]:
     held = sum(local_part(p).numel() for p in module.parameters()) + sum(
         p.numel() for p in module.parameters() if p.numel() and hasattr(p, "ds_tensor")
     )
-    most = 0.5 + 0.05
-    found = {"moments": 0 < moments <= most * 2 * total}
+    found = {"moments": 0 < moments <= MOST * 2 * total}
     if engine.zero > 1:
-        found["gradients"] = 0 < gradients <= most * total
+        found["gradients"] = 0 < gradients <= MOST * total
     if engine.zero > 2:
-        found["weights"] = 0 < held <= most * total
+        found["weights"] = 0 < held <= MOST * total
     return found
 
 
@@ -83,31 +92,67 @@ def _gradients_between_passes(part: Any) -> list[list[Tensor]]:
     return [own, *(list(tensors) for tensors in part.zero.all_grad_tensors.values() if tensors)]
 
 
-def _check_state(engine: DeepSpeedEngine) -> dict[str, bool]:
-    """Steps of both ranks, saved whole, are those of one process, which goes on from them to the same end."""
+class Peak(TorchDispatchMode):
+    """The most bytes of memory that was taken within the context and held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: list[tuple[StorageWeakRef, int]] = []
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage.data_ptr() for storage in _storages((args, kwargs))}
+        made = [storage for storage in _storages(result) if storage.nbytes() and storage.data_ptr() not in given]
+        self._taken += [(StorageWeakRef(storage), storage.nbytes()) for storage in made]
+        self._taken = [(storage, size) for storage, size in self._taken if not storage.expired()]
+        self.bytes = max(self.bytes, sum(size for _, size in self._taken))
+        return result
+
+
+def _storages(values: Any) -> list[Any]:
+    return [local_part(value).untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def _check_checkpoint(engine: DeepSpeedEngine, folder: Path) -> dict[str, bool]:
+    """Steps of both ranks, each of which keeps and writes its share of them, and both engines go on from them."""
 
     def step(engine: Any, module: nn.Module, number: int) -> None:
         rows = torch.arange(8.0).view(2, 4) / 8 + number
         engine.backward(module(rows[engine.rank :: engine.world_size]).square().sum())
         engine.step(number)
 
-    module, alone = Tower(0), Tower(0)
+    module, alone = Tower(0, width=64, blocks=32), Tower(1, width=64, blocks=32)
+    total = 4 * sum(parameter.numel() for parameter in alone.parameters())
+    a_few = 4 * 4 * max(parameter.numel() for parameter in alone.parameters())
     engine.attach(optimizers_of({"one": module}))
     for number in range(2):
         step(engine, module, number)
-    saved = copy.deepcopy(engine.state_dict())
-    with torch.no_grad():
-        for own, theirs in zip(alone.parameters(), module.parameters(), strict=True):
-            own.copy_(whole(theirs))
+    with Peak() as saving:
+        weights, state = engine.stored(WeightSets({"one": module}).state()), engine.state_dict()
+    kept = sum(storage.nbytes() for storage in _storages((dict(weights), state)))
+    store = CheckpointStore(folder, 1)
+    state = {"trainer": {"engine": state, "objective": {}}, "rewards": {}}
+    path = store.save(0, {"one": weights}, state, {}, engine.process, engine.wait, engine.union_of_names)
+    written = sum(file.stat().st_size for file in (path / "tensors").glob(f"{shard_prefix(engine.rank)}*"))
+    loaded = load_checkpoint(path, engine.rank, engine.world_size)
     one = TorchEngine("cpu")
+    WeightSets({"one": alone}).load_state(loaded.weights["one"])
     one.attach(optimizers_of({"one": alone}))
-    one.load_state_dict(copy.deepcopy(saved))
-    engine.load_state_dict(saved)
+    one.load_state_dict(loaded.state["trainer"]["engine"])
+    with Peak() as loading:
+        engine.load_state_dict(loaded.state["trainer"]["engine"])
     for number in range(2, 4):
         step(engine, module, number)
         step(one, alone, number)
     pairs = zip(module.parameters(), alone.parameters(), strict=True)
-    return {"saved on two ranks, continued on one": all(torch.allclose(whole(a), b, atol=1e-6) for a, b in pairs)}
+    return {
+        "kept for a checkpoint": kept <= MOST * 3 * total,
+        "written": 0.4 * 3 * total <= written <= MOST * 3 * total,
+        "held while saving": saving.bytes <= MOST * 3 * total + a_few,
+        "held while loading": loading.bytes <= MOST * 2 * total + a_few,
+        "saved on two ranks, continued on one": all(torch.allclose(whole(a), b, atol=1e-4) for a, b in pairs),
+    }
 
 
 def _check_gathers() -> dict[str, bool]:

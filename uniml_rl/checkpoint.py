@@ -313,9 +313,9 @@ def load_checkpoint(folder: Path, rank: int = 0, ranks: int = 1) -> Checkpoint:
                 f"{folder / name} is missing or damaged (its SHA-256 is not the manifest's). Remove the folder to go "
                 "on from the checkpoint before it."
             )
-    tensors = StoredTensors(folder / _TENSORS)
+    tensors = StoredTensors.of(folder / _TENSORS)
     names = {key.removeprefix(_WEIGHTS).partition("/")[0] for key in tensors if key.startswith(_WEIGHTS)}
-    weights = {name: StoredTensors(folder / _TENSORS, f"{_WEIGHTS}{name}/") for name in sorted(names)}
+    weights = {name: tensors.under(f"{_WEIGHTS}{name}/") for name in sorted(names)}
     state = torch.load(folder / _STATE, weights_only=True)
     if "trainer" in state:
         state["trainer"]["engine"] = _put_back(state["trainer"]["engine"], tensors)

@@ -210,7 +210,7 @@ class Curriculum:
         """Rank 0 writes the model folder; of weights that are divided among the ranks, from a copy of the policy."""
         name, policy = stage.config.policy, stage.policy
         if self.engine.divides_weights:
-            weights = self.engine.whole(policy.weight_state())
+            weights = {key: value.cpu() for key, value in self.engine.whole(policy.weight_state()) if self._leads}
             if self._leads:
                 policy = build_policy(self.config, name, "cpu")
                 policy.load_weight_state(weights)
@@ -321,7 +321,7 @@ class Curriculum:
                 policy.average("ema", config.ema.decay)
         self._restored = None
         # Of policies that only later stages open: read now, for the checkpoint they lie in will be removed.
-        self._restored_weights = {name: dict(kept) for name, kept in self._restored_weights.items()}
+        self._restored_weights = {name: dict(self.engine.stored(kept)) for name, kept in self._restored_weights.items()}
         self.engine.check_equal_start()
         return stage
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -82,12 +82,15 @@ class Engine(ABC):
         """
         return nullcontext()
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the attached modules with all their parts, on every rank; every rank asks."""
-        return dict(tensors)
+    def whole(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the attached modules with all their parts, one at a time; every rank asks for all of them."""
+        yield from tensors.items()
 
     def stored(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Tensors of the attached modules as a checkpoint keeps them: torch's sharded tensors, or whole ones."""
+        """Tensors of the attached modules as a checkpoint keeps them: torch's sharded tensors, or whole ones.
+
+        Whole tensors of other modules may be given, too; all ranks give the same names.
+        """
         return tensors
 
     @abstractmethod

@@ -9,11 +9,13 @@ from itertools import chain
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import model_validator
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from modalities.errors import UserError
-from modalities.shards import compute_rows_alone, is_divided, whole
+from modalities.shards import compute_rows_alone, is_divided, rows_of
 from uniml_rl.engines.base import PRECISIONS, Splits, StepReport
 from uniml_rl.engines.deepspeed_start import announce_compiling, require_deepspeed
 from uniml_rl.engines.distributed import DistributedEngine, digest_of
@@ -116,6 +118,8 @@ class DeepSpeedEngine(DistributedEngine):
         self.passes_together, self.divides_weights = zero > 1, zero == 3
         self._parts: dict[str, list[ZeroModule]] = {}
         self._digest_at_start = b""
+        world = dist.group.WORLD
+        self._rows = DeviceMesh.from_group(world, "cpu") if world is not None and self.world_size > 1 else None
 
     @property
     def _all_parts(self) -> list[ZeroModule]:
@@ -193,12 +197,12 @@ class DeepSpeedEngine(DistributedEngine):
                 stack.enter_context(lockstep.together())
             yield
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with exchanging("gathering weights"):
-            return {key: whole(tensor) for key, tensor in tensors.items()}
-
     def stored(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return self.whole(tensors)
+        return {key: self._own_rows(tensor) for key, tensor in self.whole(tensors)}
+
+    def _own_rows(self, tensor: Tensor) -> Tensor:
+        """Of a whole tensor what this rank writes into a checkpoint, in the machine's memory."""
+        return tensor.cpu() if self._rows is None else rows_of(tensor.detach().cpu(), self._rows)
 
     def backward(self, loss: Tensor) -> None:
         parts = self._all_parts
@@ -268,7 +272,7 @@ class DeepSpeedEngine(DistributedEngine):
 
     def _optimizer_state(self, name: str) -> dict[str, Any]:
         parts = [part for part in self._parts[name] if part.parameters]
-        states = [state for part in parts for state in moments_of(part, self.sum_over_ranks)]
+        states = [state for part in parts for state in moments_of(part, self.sum_over_ranks, self._own_rows)]
         group = parts[0].optimizer.param_groups[0] | {"params": list(range(len(states)))}
         return {"state": {index: state for index, state in enumerate(states) if state}, "param_groups": [group]}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -75,9 +75,11 @@ class DistributedEngine(TorchEngine):
             self.tensor.agree(self._modules.values())
         return super().step(iteration)
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with exchanging("gathering weights"):
-            return {key: whole(tensor) for key, tensor in tensors.items()}
+    def whole(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for key, tensor in tensors.items():
+            with exchanging("gathering weights"):
+                found = whole(tensor)
+            yield key, found
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         total = value.detach().clone(memory_format=torch.contiguous_format)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from modalities.shards import local_part
+from modalities.weights import LazyTensors
 from uniml_rl.engines.ranks import exchanging
 
 _SHARDING = "DCP_SHARDING_INFO"
@@ -90,46 +92,60 @@ def _waited(work: Callable[[], object]) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    file: Path
+    file: Any  # as safetensors opens it, once, since opening reads the names of all tensors in it
+    name: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(offset + size for offset, size in zip(self.offsets, self.shape, strict=True))
 
-class StoredTensors(Mapping[str, Tensor]):
+    def read(self) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.name)
+        return tensor
+
+
+class StoredTensors(LazyTensors):
     """The tensors of a folder that `store` has written, each read from the disk when it is asked for.
 
-    Those whose names begin with `place`, under what follows it.
+    The files stay open as long as it, and what `under` gives, are there.
     """
 
-    def __init__(self, folder: Path, place: str = "") -> None:
-        self._place = place
-        self._parts: dict[str, list[_Part]] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                sharding = json.loads((opened.metadata() or {}).get(_SHARDING, "{}"))
-                for key in opened.keys():  # noqa: SIM118  # it is no dictionary
-                    if not key.startswith(place):
-                        continue
-                    shape = tuple(opened.get_slice(key).get_shape())
-                    offsets = tuple(sharding[key][_OFFSETS]) if key in sharding else (0,) * len(shape)
-                    self._parts.setdefault(key.removeprefix(place), []).append(_Part(file, offsets, shape))
+    def __init__(self, parts: Mapping[str, Sequence[_Part]]) -> None:
+        self._parts = parts
+
+    @classmethod
+    def of(cls, folder: Path) -> StoredTensors:
+        """Reads which tensors there are, and where."""
+        parts: dict[str, list[_Part]] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file: Any = safe_open(path, framework="pt")
+            sharding = json.loads((file.metadata() or {}).get(_SHARDING, "{}"))
+            for key in file.keys():  # noqa: SIM118  # it is no dictionary
+                shape = tuple(file.get_slice(key).get_shape())
+                offsets = tuple(sharding[key][_OFFSETS]) if key in sharding else (0,) * len(shape)
+                parts.setdefault(key, []).append(_Part(file, key, offsets, shape))
+        return cls(parts)
+
+    def under(self, place: str) -> StoredTensors:
+        begin = {key: parts for key, parts in self._parts.items() if key.startswith(place)}
+        return StoredTensors({key.removeprefix(place): parts for key, parts in begin.items()})
+
+    def shape(self, key: str) -> torch.Size:
+        return torch.Size(max(along) for along in zip(*(part.ends for part in self._parts[key]), strict=True))
 
     def __getitem__(self, key: str) -> Tensor:
         parts = self._parts[key]
-        read = [self._read(part, self._place + key) for part in parts]
         if len(parts) == 1:
-            return read[0]
-        ends = [[o + n for o, n in zip(part.offsets, part.shape, strict=True)] for part in parts]
-        whole = read[0].new_empty([max(along) for along in zip(*ends, strict=True)])
-        for part, value in zip(parts, read, strict=True):
-            whole[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))] = value
+            return parts[0].read().clone()  # what is read stands for the file, which may be removed
+        whole: Tensor | None = None
+        for part in parts:
+            value = part.read()
+            whole = value.new_empty(self.shape(key)) if whole is None else whole
+            whole[tuple(slice(*along) for along in zip(part.offsets, part.ends, strict=True))] = value
+        assert whole is not None
         return whole
-
-    @staticmethod
-    def _read(part: _Part, key: str) -> Tensor:
-        with safe_open(part.file, framework="pt") as opened:
-            value: Tensor = opened.get_tensor(key)
-        return value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
