@@ -61,6 +61,7 @@ def check_zero(folder: Path) -> dict[str, bool]:
         engine = DeepSpeedEngineConfig(device="cpu", zero=stage).build()
         holds = _check_shares(engine) | _check_checkpoint(engine, folder / f"zero-{stage}")
         found |= {f"zero {stage}: {what}": each for what, each in holds.items()}
+        found |= {f"zero {stage}: {what}": each for what, each in _check_offload(engine).items()}
     found |= _check_gathers()
     return found | dict.fromkeys(engine.union_of_names([what for what, holds in found.items() if not holds]), False)
 
@@ -153,6 +154,27 @@ def _check_checkpoint(engine: DeepSpeedEngine, folder: Path) -> dict[str, bool]:
         "held while loading": loading.bytes <= MOST * 2 * total + a_few,
         "saved on two ranks, continued on one": all(torch.allclose(whole(a), b, atol=1e-4) for a, b in pairs),
     }
+
+
+def _check_offload(plain: DeepSpeedEngine) -> dict[str, bool]:
+    """Steps in the CPU's memory, of two micro-batches each and one of them skipped, are those of the device."""
+
+    def update(engine: DeepSpeedEngine) -> Tensor:
+        module, before = Tower(0), Tower(0)
+        engine.attach(optimizers_of({"one": module}, gradient_clip=0.3))
+        for number in range(4):
+            for rows in (torch.arange(16.0).view(4, 4) / 8 + number).split(2):
+                loss = module(rows[engine.rank :: engine.world_size]).square().sum()
+                engine.backward(loss * (torch.nan if number == 2 else 1.0))
+            engine.step(number)
+        pairs = zip(module.parameters(), before.parameters(), strict=True)
+        return torch.cat([(whole(after) - first.detach()).flatten() for after, first in pairs])
+
+    expected, found = update(plain), {}
+    for offload in ("optimizer", "parameters")[: 2 if plain.zero == 3 else 1]:
+        engine = DeepSpeedEngineConfig.model_validate({"device": "cpu", "zero": plain.zero, "offload": offload}).build()
+        found[f"offload: {offload}"] = float((update(engine) - expected).norm()) <= 1e-6 * float(expected.norm()) > 0
+    return found
 
 
 def _check_gathers() -> dict[str, bool]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from modalities.errors import UserError
 from modalities.shards import compute_rows_alone, is_divided, rows_of
 from uniml_rl.engines.base import PRECISIONS, Splits, StepReport
-from uniml_rl.engines.deepspeed_start import announce_compiling, require_deepspeed
+from uniml_rl.engines.deepspeed_start import require_deepspeed
 from uniml_rl.engines.distributed import DistributedEngine, digest_of
 from uniml_rl.engines.lockstep import Lockstep
 from uniml_rl.engines.loss_scale import LossScale
@@ -36,8 +36,8 @@ class DeepSpeedEngineConfig(EngineSettings):
     zero: Literal[1, 2, 3] = 2
     """What is divided over all processes: 1 the optimizer's state; 2 gradients, too; 3 weights, too."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """What is kept in the CPU's memory: optimizer is the optimizer's state, which then steps on the CPU, and gradients;
-    parameters is weights, too, and needs `zero: 3`. DeepSpeed compiles its Adam for it, once."""
+    """What is kept in the CPU's memory: optimizer is the optimizer's state, which then steps on the CPU, and from
+    `zero: 2` on gradients; parameters is weights, too, and needs `zero: 3`."""
     rollout_weights: Literal["auto", "gathered", "sharded"] = "auto"
     """How weights that `zero: 3` divides sample: gathered collects them once per rollout, sharded anew in each forward
     pass, for models that do not fit whole; auto is gathered if whole weights and the cache fit, and says so."""
@@ -59,20 +59,18 @@ class DeepSpeedEngineConfig(EngineSettings):
                 f"type: {settings.type} reads each weight as a tensor of its own, and engine.type: deepspeed gives an "
                 "optimizer one long vector of them; use adamw or sgd, or engine.type: torch."
             )
-        if self.offload != "none" and settings.type != "adamw":
-            raise UserError(f"type: {settings.type}: with engine.offload only DeepSpeed's own AdamW steps; use adamw.")
 
     def splits(self, world_size: int) -> Splits:
         """What `world_size` processes divide, and what of it does not lie where they compute."""
-        offloaded = {"none": 0, "optimizer": 2, "parameters": 3}[self.offload] if self.resolve_device() != "cpu" else 0
         parameters, gradients, optimizer = (world_size if self.zero >= stage else 1 for stage in (3, 2, 1))
-        on_cpu = frozenset(("optimizer", "gradients", "parameters")[:offloaded])
-        return Splits(parameters, gradients, optimizer, on_cpu, steps_a_copy=True)
+        offloaded = {"none": 0, "optimizer": min(self.zero, 2), "parameters": 3}[self.offload]
+        on_cpu = ("optimizer", "gradients", "parameters")[: offloaded if self.resolve_device() != "cpu" else 0]
+        return Splits(parameters, gradients, optimizer, frozenset(on_cpu), steps_a_copy=True)
 
     def build(self) -> DeepSpeedEngine:
         """The engine; sets the number of threads and joins the other processes.
 
-        Raises UserError if DeepSpeed is missing or not of a known version, or if a build of its operators was killed.
+        Raises UserError if DeepSpeed is missing or not of a known version.
         """
         self.require()
         if self.threads is not None:
@@ -82,7 +80,7 @@ class DeepSpeedEngineConfig(EngineSettings):
             join_alone(device)
         else:
             join(launch, device, self.timeout_seconds)
-        engine = DeepSpeedEngine(
+        return DeepSpeedEngine(
             device,
             self.zero,
             self.offload,
@@ -90,10 +88,6 @@ class DeepSpeedEngineConfig(EngineSettings):
             self.precision,
             self.max_skipped_steps,
         )
-        if self.offload != "none":
-            announce_compiling(["cpu_adam"], aloud=engine.leads)
-            engine.wait()  # before a rank begins to build it, whose lock another would see
-        return engine
 
 
 class DeepSpeedEngine(DistributedEngine):
@@ -149,12 +143,8 @@ class DeepSpeedEngine(DistributedEngine):
 
     def _part(self, module: nn.Module, settings: OptimizerSettings) -> ZeroModule:
         def optimizer(parameters: list[nn.Parameter]) -> Any:
-            if self.offload == "none":
-                return settings.build(parameters)
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-            rates = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
-            return DeepSpeedCPUAdam(parameters, betas=settings.betas, eps=settings.epsilon, adamw_mode=True, **rates)
+            # Torch's own on a CPU too, in one pass over its memory: DeepSpeed's Adam would be compiled, for minutes.
+            return settings.build(parameters, fused=self.offload != "none")
 
         return ZeroModule(module, optimizer, self.zero, self.offload, self.device.type)
 
@@ -273,7 +263,7 @@ class DeepSpeedEngine(DistributedEngine):
     def _optimizer_state(self, name: str) -> dict[str, Any]:
         parts = [part for part in self._parts[name] if part.parameters]
         states = [state for part in parts for state in moments_of(part, self.sum_over_ranks, self._own_rows)]
-        group = parts[0].optimizer.param_groups[0] | {"params": list(range(len(states)))}
+        group = parts[0].optimizer.param_groups[0] | {"params": list(range(len(states))), "fused": None}
         return {"state": {index: state for index, state in enumerate(states) if state}, "param_groups": [group]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

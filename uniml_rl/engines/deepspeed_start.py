@@ -69,8 +69,8 @@ def _compile_no_shared_memory() -> None:
         announce_compiling(["deepspeed_shm_comm"])
 
 
-def announce_compiling(operators: Iterable[str], aloud: bool = True) -> None:
-    """Says, if `aloud`, of operators that are not there yet that DeepSpeed is about to compile them.
+def announce_compiling(operators: Iterable[str]) -> None:
+    """Says of operators that are not there yet that DeepSpeed is about to compile them.
 
     Raises UserError if a build that was killed has left its lock, for which PyTorch before 2.14 would wait for ever, in
     silence; later ones have locks that end with their process.
@@ -84,7 +84,7 @@ def announce_compiling(operators: Iterable[str], aloud: bool = True) -> None:
                 f"{lock} was left behind by a build of DeepSpeed's operator {operator} that was killed, and PyTorch "
                 f"would wait for it without end. If no other machine that shares this folder is building it: rm {lock}"
             )
-        if aloud and not (folder / f"{operator}.so").exists():
+        if not (folder / f"{operator}.so").exists():
             _log.warning(
                 "DeepSpeed compiles its operator %s once, into %s; this takes minutes, and nothing is said meanwhile.",
                 *(operator, folder),

@@ -96,9 +96,13 @@ class OptimizerSettings(Settings):
         """Bytes of the moments of `trainable` parameters, `factored` being the values of a mean per row and column."""
         return {"adamw": 8 * trainable, "adamw_8bit": 2 * trainable, "adafactor": 4 * factored}.get(self.type, 0)
 
-    def build(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over `parameters`, at the peak learning rate. UserError if its package is missing."""
+    def build(self, parameters: Sequence[nn.Parameter], fused: bool = False) -> torch.optim.Optimizer:
+        """The optimizer over `parameters`, at the peak learning rate. UserError if its package is missing.
+
+        With `fused` a step is one pass over the memory, which `adamw` and `sgd` can.
+        """
         rates: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        rates |= {"fused": True} if fused else {}
         if self.type == "sgd":
             return torch.optim.SGD(parameters, **rates)
         if self.type == "adafactor":

@@ -58,6 +58,7 @@ def keys_of(stage: int, offload: str) -> dict[str, Any]:
         "managed_gradient_accumulation": False,
         "gradient_clipping": 0.0,  # the engine clips, by the norm over all modules of an optimizer
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's own steps what is offloaded
         "zero_optimization": zero,
     }
 

@@ -55,7 +55,7 @@ def put_moments(part: ZeroModule, moments: Sequence[Mapping[str, Any]]) -> None:
         part.optimizer.state.pop(flat, None)
         state = {key: torch.zeros_like(flat) for key in keys if key != "step"}
         if "step" in keys:
-            state["step"] = _count_like(part.optimizer, max(float(as_read(each["step"])) for each in kept.values()))
+            state["step"] = torch.tensor(max(float(as_read(each["step"])) for each in kept.values()))
         if state:
             part.optimizer.state[flat] = state
     for index, each in kept.items():
@@ -67,8 +67,3 @@ def put_moments(part: ZeroModule, moments: Sequence[Mapping[str, Any]]) -> None:
                         held = value[fragment.offset : fragment.offset + fragment.size]
                         own = part.optimizer.state[part.flats[fragment.flat]][key]
                         own[fragment.start : fragment.start + fragment.size] = held
-
-
-def _count_like(optimizer: torch.optim.Optimizer, steps: float) -> Any:
-    """Torch counts in a tensor, DeepSpeed's Adam in an int."""
-    return torch.tensor(steps) if isinstance(optimizer, torch.optim.AdamW) else int(steps)
