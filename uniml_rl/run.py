@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,8 +54,12 @@ def train_from_yaml(
 
 def train(config: RunConfig, loaded: LoadedConfig, folder: Path, stop: Stop | None = None) -> None:
     """Runs or continues a validated configuration in its folder, and writes the report at the end."""
-    console, stop = Console(), stop or Stop()
-    engine = config.engine.build()
+    with closing(config.engine.build()) as engine:
+        _train(config, loaded, folder, stop or Stop(), engine)
+
+
+def _train(config: RunConfig, loaded: LoadedConfig, folder: Path, stop: Stop, engine: Engine) -> None:
+    console = Console()
     check_shares(config, loaded, engine.world_size)
     check_alike(engine, "the configuration", resolved_dump(config))
     leads = engine.leads

@@ -4,6 +4,8 @@ import copy
 import logging
 import os
 import shutil
+import signal
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import LIMIT, ends, start_pair
 from torch import Tensor, nn
 from torch.utils import cpp_extension
 from toy_runs import COUNT_A, COUNT_B, held_out, load_run, rows_of, stage, weights_of, write_run
@@ -35,22 +38,22 @@ OFFLOADED = ((1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "paramete
 ROWS = torch.linspace(-1, 1, 12).view(3, 4)
 
 
+built: list[DeepSpeedEngine] = []
+
+
 def deepspeed(zero: Any, **keys: Any) -> DeepSpeedEngine:
-    return DeepSpeedEngineConfig(device="cpu", zero=zero, **keys).build()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def process_group_ends_with_these_tests() -> Iterator[None]:
-    """Others fork this process, and its threads would be missing there."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    built.append(DeepSpeedEngineConfig(device="cpu", zero=zero, **keys).build())
+    return built[-1]
 
 
 @pytest.fixture(autouse=True)
-def linear_layers_stay_torchs() -> Iterator[None]:
+def nothing_is_left_behind() -> Iterator[None]:
+    """No process group either: later tests fork this process, and its threads would be missing there."""
     linear = nn.functional.linear
     yield
+    while built:
+        built.pop().close()
+    assert not torch.distributed.is_initialized()
     assert nn.functional.linear is linear
 
 
@@ -242,6 +245,71 @@ def test_the_plan_leaves_out_what_is_offloaded(monkeypatch: pytest.MonkeyPatch) 
         (3, "optimizer"): {"optimizer", "gradients"},
         (3, "parameters"): {"optimizer", "gradients", "parameters"},
     }
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
+
+
+MORTAL = {"surprise": {"type": "rank_work:MortalConfig"}}
+
+
+def test_a_run_that_fails_leaves_nothing_behind_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only = stage(tmp_path, rewards=MORTAL, until={"iterations": 3})
+    path = write_run(tmp_path, only, engine={"type": "deepspeed", "zero": 3}, checkpoint={"every": 1})
+    train_from_yaml(path, [], tmp_path / "whole")
+    assert not torch.distributed.is_initialized()
+    monkeypatch.setenv("FAIL_AT", "0 2")
+    with pytest.raises(UserError, match="this rank cannot go on"):
+        train_from_yaml(path, [], tmp_path / "failed")
+    assert not torch.distributed.is_initialized()
+    monkeypatch.delenv("FAIL_AT")
+    train_from_yaml(path, [], tmp_path / "failed")
+    assert torch.equal(weights_of(tmp_path / "failed"), weights_of(tmp_path / "whole"))
+
+
+class _FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("in the middle")
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_an_engine_closes_in_the_middle_of_a_pass(zero: int) -> None:
+    found = []
+    for fails in (False, True):
+        engine, modules = deepspeed(zero), towers()
+        if fails:
+            engine.attach(optimizers_of(modules))
+            hook = modules["one"].layers[1].register_forward_hook(lambda module, given, out: _FailsBackward.apply(out))
+            with pytest.raises(ValueError, match="in the middle"):
+                engine.backward(modules["one"](ROWS).sum())
+            hook.remove()
+            modules["one"].layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                modules["one"](ROWS)
+            engine.close()
+            engine, modules = deepspeed(zero), towers()
+        engine.attach(optimizers_of(modules))
+        train(engine, modules, 2)
+        found.append(weights(modules))
+        engine.close()
+    assert torch.equal(*found)
+
+
+def test_a_rank_that_is_killed_ends_the_other(tmp_path: Path) -> None:
+    only = stage(tmp_path, rewards=MORTAL, prompts_per_iteration=2, until={"iterations": 3})
+    path = write_run(tmp_path, only, engine={"type": "deepspeed", "device": "cpu", "zero": 3})
+    processes = start_pair(["-m", "uniml_rl", "train", str(path), "--folder", str(tmp_path / "run")], DIE_AT="1 2")
+    processes[1].wait(LIMIT)
+    began = time.monotonic()
+    (code, _, said), (other_code, _, _) = ends(processes)
+    assert (code, other_code) == (1, -signal.SIGKILL)
+    assert time.monotonic() - began < 60
+    assert "rank 0 of 2 lost another one while" in said and "Traceback" not in said
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ from uniml_rl.check import check_shares
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
 from uniml_rl.config import load_yaml
 from uniml_rl.curriculum import Curriculum
-from uniml_rl.engines.ranks import Launch, launched
+from uniml_rl.engines.groups import Launch
+from uniml_rl.engines.ranks import launched
 from uniml_rl.engines.torch_engine import TorchEngineConfig
 from uniml_rl.evaluation import Evaluation
 from uniml_rl.monitor.progress import Progress

@@ -145,6 +145,9 @@ class Engine(ABC):
     def wait(self) -> None:
         """Returns when every rank has called it, however long that takes: one of them may work alone meanwhile."""
 
+    def close(self) -> None:
+        """Lets go of what it holds beside the modules. Nothing is sent, so it waits for no rank, dead or alive."""
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Optimizer moments, step counts, loss scale and skip counters, as tensors and plain values."""

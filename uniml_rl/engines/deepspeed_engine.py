@@ -19,10 +19,11 @@ from modalities.shards import compute_rows_alone, is_divided, rows_of
 from uniml_rl.engines.base import PRECISIONS, Splits, StepReport
 from uniml_rl.engines.deepspeed_start import require_deepspeed
 from uniml_rl.engines.distributed import DistributedEngine, digest_of
+from uniml_rl.engines.groups import end, join
 from uniml_rl.engines.lockstep import Lockstep
 from uniml_rl.engines.loss_scale import LossScale
 from uniml_rl.engines.optimizers import OptimizerSettings, learning_rate_at
-from uniml_rl.engines.ranks import exchanging, join, join_alone, launched
+from uniml_rl.engines.ranks import exchanging, launched
 from uniml_rl.engines.settings import EngineSettings
 from uniml_rl.engines.zero_module import ZeroModule, saving_no_weights, sum_of_squares
 from uniml_rl.engines.zero_state import moments_of, put_moments
@@ -76,11 +77,8 @@ class DeepSpeedEngineConfig(EngineSettings):
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         launch, device = launched(), self.resolve_device()
-        if launch.world_size == 1:
-            join_alone(device)
-        else:
-            join(launch, device, self.timeout_seconds)
-        return DeepSpeedEngine(
+        made = join(launch, device, self.timeout_seconds)
+        engine = DeepSpeedEngine(
             device,
             self.zero,
             self.offload,
@@ -88,6 +86,8 @@ class DeepSpeedEngineConfig(EngineSettings):
             self.precision,
             self.max_skipped_steps,
         )
+        engine.ends_group = made and launch.world_size == 1
+        return engine
 
 
 class DeepSpeedEngine(DistributedEngine):
@@ -97,6 +97,9 @@ class DeepSpeedEngine(DistributedEngine):
     Gradients are averaged by DeepSpeed, and multiplied by the number of ranks in the step, since losses are normalised
     over all ranks already. They are exchanged in every backward pass from ZeRO-2 on, and once a step by ZeRO-1.
     """
+
+    ends_group: bool = False
+    """Whether torch's process group was made for this engine alone."""
 
     def __init__(
         self,
@@ -119,9 +122,20 @@ class DeepSpeedEngine(DistributedEngine):
     def _all_parts(self) -> list[ZeroModule]:
         return list(chain.from_iterable(self._parts.values()))
 
-    def attach(self, optimizers: Mapping[str, tuple[Mapping[str, nn.Module], OptimizerSettings]]) -> None:
+    def close(self) -> None:
+        try:
+            self._detach()
+        finally:
+            if self.ends_group:
+                end()
+
+    def _detach(self) -> None:
         for part in self._all_parts:
             part.detach()
+        self._parts = {}
+
+    def attach(self, optimizers: Mapping[str, tuple[Mapping[str, nn.Module], OptimizerSettings]]) -> None:
+        self._detach()
         self._skipped_in_a_row = 0
         self._modules = {f"{name}.{part}": m for name, (parts, _) in optimizers.items() for part, m in parts.items()}
         self._settings = {name: settings for name, (_, settings) in optimizers.items()}
@@ -133,7 +147,6 @@ class DeepSpeedEngine(DistributedEngine):
             if self.passes_together:
                 compute_rows_alone(module)
         self._loss_scale = LossScale() if torch.float16 in types else None
-        self._parts = {}
         for name, (modules, settings) in optimizers.items():
             trained = [m for m in modules.values() if self.zero == 3 or any(p.requires_grad for p in m.parameters())]
             with exchanging("dividing weights"):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from modalities.errors import UserError
+from uniml_rl.engines.groups import at_end, lent_group
 
 KNOWN = ((0, 19, 8), (0, 20))
 """Versions from the first to below the second: the engine uses much that DeepSpeed does not promise to keep."""
@@ -57,6 +58,10 @@ def start(device: str) -> Any:
     if device == "cpu":
         _compile_no_shared_memory()
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    kept: Any = import_module("deepspeed.utils.groups")
+    if kept._WORLD_GROUP is None:
+        kept._WORLD_GROUP = lent_group()
+        at_end(kept._release_process_group_references)
     return deepspeed
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from modalities.errors import UserError
 from modalities.shards import is_divided, whole
 from uniml_rl.engines.base import StepReport, Value
+from uniml_rl.engines.groups import patient_group
 from uniml_rl.engines.optimizers import OptimizerSettings
-from uniml_rl.engines.ranks import exchanging, patient_group
+from uniml_rl.engines.ranks import exchanging
 from uniml_rl.engines.tensor_group import TensorGroup
 from uniml_rl.engines.torch_engine import TorchEngine
 

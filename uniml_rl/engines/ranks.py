@@ -10,18 +10,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from modalities.errors import UserError
-from uniml_rl.engines import phases
+from uniml_rl.engines import groups, phases
 from uniml_rl.engines.endings import (
     DIVERGED,
     INTERRUPTED,
@@ -32,12 +28,9 @@ from uniml_rl.engines.endings import (
     LostRankError,
     StoppedError,
 )
+from uniml_rl.engines.groups import Launch
 from uniml_rl.engines.phases import Phase
 
-_MEETING = timedelta(minutes=10)
-"""How long the first process waits for the last one to start."""
-_PATIENCE = timedelta(days=365)
-"""Of waits for work that one rank does alone. A rank that dies ends them at once all the same."""
 _POLL, _GRACE, _FAREWELL = 0.5, 10.0, 5.0
 """Seconds: between two looks for an ending, until a rank that does not notice by itself is ended, and for which rank 0
 stays so that the others can read why."""
@@ -45,17 +38,6 @@ _HEARTBEAT = 5.0
 """Seconds after which a rank says again where it is, though nothing has changed."""
 _ENDED, _LEFT, _PHASE = "ended", "left", "phase-{}"
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-
-
-@dataclass(frozen=True)
-class Launch:
-    """This process among those of the run, as its launcher says in the environment."""
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    """Processes on this node."""
 
 
 def launched() -> Launch:
@@ -79,44 +61,6 @@ def launched() -> Launch:
     if rank >= world_size:
         raise UserError(f"RANK={rank} must be below WORLD_SIZE={world_size}; ranks count from 0.")
     return Launch(rank, local_rank, world_size, int(on_node))
-
-
-def join(launch: Launch, device: str, timeout_seconds: float) -> None:
-    """Makes torch's process group, once: gloo for tensors on the CPU, NCCL for those on a GPU."""
-    if device == "cuda":
-        if launch.local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"rank {launch.rank} is process {launch.local_rank} of its node, which has "
-                f"{torch.cuda.device_count()} GPUs; start at most one process for each, or set engine.device: cpu."
-            )
-        torch.cuda.set_device(launch.local_rank)
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        # torchrun keeps the store over its restarts: under the same keys a rank would find addresses of dead processes.
-        attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        store = dist.PrefixStore(attempt, next(iter(dist.rendezvous("env://", timeout=_MEETING)))[0])
-        timeout = timedelta(seconds=timeout_seconds)
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.world_size)
-
-
-def join_alone(device: str) -> None:
-    """The process group of a process that has no others, for libraries that want one; made once."""
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def patient_group() -> dist.ProcessGroup:
-    """A group of all ranks for waits that no time-out ends; one for all engines of a process."""
-    assert dist.group.WORLD is not None
-    return _patient_group_beside(dist.group.WORLD)
-
-
-@cache
-def _patient_group_beside(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
-    return group
 
 
 def gather_on_first(value: Any) -> list[Any]:
@@ -168,13 +112,12 @@ def ending_together(launch: Launch) -> Iterator[None]:
         over.set()
         phases.changed.set()
         watch.join()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        groups.end()
 
 
 def _meet(launch: Launch) -> dist.Store:
     try:
-        store: dist.Store = next(iter(dist.rendezvous("env://", timeout=_MEETING)))[0]
+        store: dist.Store = next(iter(dist.rendezvous("env://", timeout=groups.MEETING)))[0]
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from modalities.shards import local_part
 from modalities.weights import LazyTensors
+from uniml_rl.engines.groups import writing_group
 from uniml_rl.engines.ranks import exchanging
 
 _SHARDING = "DCP_SHARDING_INFO"
@@ -48,7 +49,12 @@ def store(tensors: Mapping[str, Tensor], folder: Path, beside: bool = False) -> 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be in one process
         if beside:
-            begun = dcp.async_save(state, storage_writer=writer, process_group=_own_group(), no_dist=not _together())
+            begun = dcp.async_save(
+                state,
+                storage_writer=writer,
+                process_group=writing_group() if _together() else None,
+                no_dist=not _together(),
+            )
             written = begun if isinstance(begun, Future) else begun.upload_completion
             return partial(_waited, written.result)
         _waited(lambda: dcp.save(state, storage_writer=writer, no_dist=not _together()))
@@ -66,17 +72,6 @@ def _apart(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 def _together() -> bool:
     return dist.is_initialized()
-
-
-@cache
-def _own_group_of(world: object) -> dist.ProcessGroup | None:
-    group = dist.new_group(backend="gloo")
-    return group if isinstance(group, dist.ProcessGroup) else None
-
-
-def _own_group() -> dist.ProcessGroup | None:
-    """Of the thread that writes, whose messages must not come between those of training."""
-    return _own_group_of(dist.group.WORLD) if _together() else None
 
 
 def _waited(work: Callable[[], object]) -> None:

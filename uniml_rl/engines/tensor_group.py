@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -16,6 +15,7 @@ from modalities.shards import local_part
 from modalities.tensor_parallel import has_partial_gradient
 from uniml_rl.engines.base import Value
 from uniml_rl.engines.buckets import sum_gradients
+from uniml_rl.engines.groups import row_of
 from uniml_rl.engines.ranks import exchanging
 
 AXIS = "tensor"
@@ -25,13 +25,10 @@ AXIS = "tensor"
 class TensorGroup:
     """The ranks along the last dimension of a mesh; `samples` are those that hold the same part of the weights."""
 
-    def __init__(self, mesh: DeviceMesh, timeout_seconds: float) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh[AXIS]
         self.group: dist.ProcessGroup = self.mesh.get_group()
-        rows = mesh.mesh.flatten(0, -2).T.tolist()
-        samples, _ = dist.new_subgroups_by_enumeration(rows, timeout=timedelta(seconds=timeout_seconds))
-        assert isinstance(samples, dist.ProcessGroup)  # every rank is in one
-        self.samples = samples
+        self.samples = row_of(mesh.mesh.flatten(0, -2).T)
 
     def divide(self, modules: Iterable[nn.Module]) -> None:
         """By the modules' own plans; what has none, as the head of a critic, stays whole on each rank."""

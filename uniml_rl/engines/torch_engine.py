@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from modalities.errors import UserError
 from modalities.shards import divided_like, local_part
 from uniml_rl.engines.base import PRECISIONS, Engine, Splits, StepReport
+from uniml_rl.engines.groups import Launch, join, mesh_of
 from uniml_rl.engines.loss_scale import LossScale
 from uniml_rl.engines.optimizers import OptimizerSettings, learning_rate_at
-from uniml_rl.engines.ranks import Launch, join, launched
+from uniml_rl.engines.ranks import launched
 from uniml_rl.engines.settings import EngineSettings
 from uniml_rl.engines.stored_tensors import as_read
 from uniml_rl.engines.tensor_group import AXIS, TensorGroup
@@ -95,8 +95,8 @@ class TorchEngineConfig(EngineSettings):
 
         sizes = self._mesh(launch)
         join(launch, device, self.timeout_seconds)
-        mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        tensor = TensorGroup(mesh, self.timeout_seconds) if AXIS in sizes else None
+        mesh = mesh_of(sizes, device)
+        tensor = TensorGroup(mesh) if AXIS in sizes else None
         if self.shard == "ddp":
             return ReplicatedEngine(device, self.precision, self.max_skipped_steps, tensor)
         of_samples = tuple(name for name in sizes if name != AXIS)
