@@ -38,6 +38,7 @@ from uniml_rl.engines import buckets
 from uniml_rl.engines.base import Engine
 from uniml_rl.engines.deepspeed_engine import DeepSpeedEngine, DeepSpeedEngineConfig
 from uniml_rl.engines.distributed import DistributedEngine
+from uniml_rl.engines.groups import writing_group
 from uniml_rl.engines.optimizers import OptimizerSettings
 from uniml_rl.engines.ranks import ending_together, launched
 from uniml_rl.engines.replicated import ReplicatedEngine
@@ -141,6 +142,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sd-epsilon ddpo": ("sd-epsilon", {"algorithm": {"name": "ddpo", "minibatches": 1}}),
 }
 """An entry of the contracts' catalogue, and the keys of a stage."""
+WAIT = 290.0
 MODES: dict[str, EngineSettings] = {
     "ddp": TorchEngineConfig(device="cpu", shard="ddp"),
     "fsdp": TorchEngineConfig(device="cpu", shard="fsdp"),
@@ -366,6 +368,15 @@ def _check_steps(engine: ReplicatedEngine) -> dict[str, bool]:
     return found
 
 
+def waits() -> list[float]:
+    """Seconds after which an exchange of each process group that this one is in would end."""
+    MODES["hsdp"].build()
+    writing_group()
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    backends: list[Any] = [group._get_backend(torch.device("cpu")) for group in groups]
+    return sorted(backend.options._timeout.total_seconds() for backend in backends)
+
+
 def main(folder: Path, table: Sequence[tuple[str, str]]) -> None:
     sys.path.append(str(Path(__file__).parent / "modalities"))
     from test_sources import gguf_llama
@@ -377,7 +388,7 @@ def main(folder: Path, table: Sequence[tuple[str, str]]) -> None:
     gguf_llama(own / "tiny.gguf", GGMLQuantizationType.Q4_1)
     configs = {entry: run_config(entry, own / entry) for entry, _ in CASES.values()}
     with ending_together(launched()):
-        engine = TorchEngineConfig(device="cpu", shard="ddp").build()
+        engine = TorchEngineConfig(device="cpu", shard="ddp", timeout_seconds=WAIT).build()
         assert isinstance(engine, ReplicatedEngine)
         results: dict[str, Any] = {"engine": check_engine(engine), "zero": check_zero(folder)}
         convert_gguf(own / "tiny.gguf", own / "converted")
@@ -388,6 +399,7 @@ def main(folder: Path, table: Sequence[tuple[str, str]]) -> None:
             alone = Run(name, TorchEngine("cpu"), config, own) if engine.rank == 0 else None
             for mode in (mode for mode, each in table if each == name):
                 results[f"{mode}: {name}"] = compare(name, alone, engines[mode], config, own)
+        results["waits"] = waits()
         loaded = load_yaml(folder / RUN)
         train(load_run(folder / RUN), loaded, folder / WHOLE)
         if engine.rank == 0:

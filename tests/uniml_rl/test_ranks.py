@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import LAUNCHER, LIMIT, TESTS, ends, free_port, start, start_pair
-from rank_work import RESULTS, RUN, STEPS, TABLE, WHOLE
+from rank_work import RESULTS, RUN, STEPS, TABLE, WAIT, WHOLE
 from toy_runs import (
     COUNT_A,
     COUNT_B,
@@ -103,6 +103,12 @@ def test_collectives_gradients_and_clipping_are_those_of_the_sum(results: dict[s
 def test_zero_divides_what_it_promises_and_gathers_it_once_a_rollout(results: dict[str, Any]) -> None:
     assert len(results["zero"]) >= 33
     assert [what for what, holds in results["zero"].items() if not holds] == []
+
+
+def test_every_group_waits_as_long_as_the_engine_says(results: dict[str, Any]) -> None:
+    *waits, patient = results["waits"]
+    assert len(waits) >= 6 and set(waits) == {WAIT}
+    assert patient > 300 * 24 * 3600  # of waits for work that one rank does alone
 
 
 @pytest.mark.parametrize("mode, case", TABLE)
