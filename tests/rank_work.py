@@ -136,6 +136,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 ppo": ("gpt2", {"algorithm": {"name": "ppo", "minibatches": 1}, "critic": {}}),
     "llama-heads grpo": ("llama-heads", {"algorithm": {"name": "grpo"}}),
     "qwen3-heads ppo": ("qwen3-heads", {"algorithm": {"name": "ppo", "minibatches": 1}, "critic": {}}),
+    "experts ppo": ("qwen3-experts", {"algorithm": {"name": "ppo", "minibatches": 1}, "critic": {}}),
     "gpt2-lora grpo": ("gpt2-lora", {"algorithm": {"name": "grpo"}}),
     "chain grpo": ("chain", {"algorithm": {"name": "grpo"}}),
     "sd3-guided-lora flow_grpo": ("sd3-guided-lora", {"algorithm": {"name": "flow_grpo", "minibatches": 1}}),
@@ -163,6 +164,7 @@ TABLE = [
     ("zero 1", "toy nothing useful on rank 1"),
     ("zero 2", "toy ppo"),
     ("zero 3", "chain grpo"),
+    *((mode, "experts ppo") for mode in ("fsdp", "zero 2", "zero 3")),
     ("zero 3 sharded", "gpt2-lora grpo"),
     *(("tensor", case) for case in ("llama-heads grpo", "qwen3-heads ppo")),
 ]

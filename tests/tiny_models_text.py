@@ -18,6 +18,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 WORDS = "abcdefghijklm"
@@ -98,3 +100,10 @@ def tiny_qwen3_of_heads(folder: Path) -> Path:
     """A norm of each head, and tied embeddings."""
     config = Qwen3Config(**_rotary() | _HEADS, head_dim=4, tie_word_embeddings=True)
     return _saved(Qwen3ForCausalLM, config, False, folder)
+
+
+def tiny_qwen3_of_experts(folder: Path) -> Path:
+    """Four experts, of which a router chooses two for each token."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config = Qwen3MoeConfig(**_rotary() | experts, head_dim=4, decoder_sparse_step=1)
+    return _saved(Qwen3MoeForCausalLM, config, False, folder)

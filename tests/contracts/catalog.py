@@ -10,7 +10,14 @@ from typing import Any
 
 from tiny_models_audio import tiny_musicgen
 from tiny_models_diffusion import tiny_stable_diffusion, tiny_stable_diffusion_3, tiny_wan
-from tiny_models_text import tiny_gpt2, tiny_llama, tiny_llama_of_heads, tiny_qwen, tiny_qwen3_of_heads
+from tiny_models_text import (
+    tiny_gpt2,
+    tiny_llama,
+    tiny_llama_of_heads,
+    tiny_qwen,
+    tiny_qwen3_of_experts,
+    tiny_qwen3_of_heads,
+)
 
 from modalities.errors import UserError
 from uniml_rl.algorithms.algorithm import AlgorithmSettings
@@ -90,6 +97,11 @@ DIVISIBLE = {
 }
 """Policies whose heads two processes can share. Alone they are those above, so the suite leaves them out."""
 
+OF_EXPERTS = {
+    "qwen3-experts": one("text", tiny_qwen3_of_experts, sampling=WORDS),
+}
+"""A rank's own samples choose what of it computes."""
+
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"name": "grpo"},
     "ppo": {"name": "ppo"},
@@ -131,6 +143,6 @@ COMBINATIONS = [
 def run_config(entry: str, folder: Path) -> RunConfig:
     """The policies of an entry as a run has them, their models written into `folder`."""
     registry = TypedBlock(POLICY_TYPES, "policy")
-    blocks = (POLICIES | DIVISIBLE)[entry].blocks(folder)
+    blocks = (POLICIES | DIVISIBLE | OF_EXPERTS)[entry].blocks(folder)
     policies = {name: registry.import_class(block["type"]).model_validate(block) for name, block in blocks.items()}
     return RunConfig.model_construct(policies=policies, seed=0)

@@ -12,7 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from uniml_rl.engines.ranks import exchanging
 
-_DONE, _END = -1, -1
+_END = -1
+"""In place of a module to run or of its unit: there is none any more."""
 
 
 class Lockstep:
@@ -42,7 +43,7 @@ class Lockstep:
         handles = [handle for index in range(len(self._units)) for handle in self._hooked(index)]
         try:
             yield
-            while self._go_together(_DONE):
+            while self._go_together(_END):
                 pass
         finally:
             for handle in handles:
@@ -75,7 +76,7 @@ class Lockstep:
     def _go_together(self, own: int) -> bool:
         """Agrees on the modules to run, and goes with the others up to the own one; whether there was any."""
         asked = torch.zeros(len(self._units), dtype=torch.long)
-        if own != _DONE:
+        if own != _END:
             asked[own] = 1
         wanted = self._sum(asked).nonzero().flatten().tolist()
         for place, index in enumerate(wanted):
