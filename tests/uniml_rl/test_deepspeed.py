@@ -236,6 +236,16 @@ def test_a_run_of_two_stages_is_that_of_torch_and_continues(tmp_path: Path) -> N
     assert torch.equal(weights_of(tmp_path / "zero"), end) and rows_of(tmp_path / "zero") == rows
 
 
+def test_offloaded_sgd_is_torchs() -> None:
+    found = []
+    for engine in (TorchEngine("cpu"), deepspeed(2, offload="optimizer")):
+        modules = towers()
+        engine.attach(optimizers_of(modules, type="sgd"))
+        train(engine, modules, 2)
+        found.append(weights(modules))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
+
+
 def test_the_plan_leaves_out_what_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeepSpeedEngineConfig, "resolve_device", lambda self: "cuda")
     away = {way: DeepSpeedEngineConfig(zero=way[0], offload=way[1]).splits(2).on_cpu for way in OFFLOADED}
