@@ -24,7 +24,8 @@ Then the largest of four that take turns:
   v), and with gathered weights the other ranks' parts; with sharded ones the largest layers.
 * update: activations (`micro_batch` rows x tokens x what `modalities.summary` says a forward pass keeps per token, in
   v, and three float32 copies of the logits that exist at once), and the largest layers where P > 1.
-* step: 8 n / P for the moment of an optimizer step, whose size is measured against a copy of the weights.
+* step: 8 n / P for the moment of an optimizer step, whose size is measured against a copy of the weights; 8 n / O where
+  it is a copy of the weights that steps.
 
 Left out: activations of rewards, text encoders and decoders, the objective's further forward passes, trajectories (on
 the CPU), buffers for communication, the libraries themselves, and what the allocator leaves unused. Prompts count with
@@ -115,7 +116,7 @@ def divided(alone: Alone, splits: Splits, gathered: bool) -> dict[str, float]:
         "opening": alone.stage_weights * opening,
         "rollout": alone.cache / splits.tensor + (alone.stage_weights * elsewhere if gathered else unit),
         "update": alone.activations + unit,
-        "step": 2 * alone.gradients * parameters,
+        "step": 2 * alone.gradients * (moments if copied else parameters),
     }
 
 

@@ -155,6 +155,9 @@ def test_an_optimizer_that_steps_a_copy_of_the_weights_holds_its_part_of_it() ->
     alone = Alone(100, 60, 7, 20, 40, 10, (50, 10, 30), 5, 3, 2, 9)
     zero = divided(alone, Splits(1, 1, 2, steps_a_copy=True), gathered=True)
     assert zero["optimizer"] == (40 + 20) / 2 and zero["critic"] == 50 + 10 + (30 + 10) / 2
+    assert zero["step"] == 2 * 20 / 2
+    offloaded = divided(alone, Splits(1, 1, 2, frozenset({"optimizer"}), steps_a_copy=True), gathered=True)
+    assert offloaded["step"] == offloaded["optimizer"] == 0 and offloaded["gradients"] == 20
 
 
 @pytest.mark.parametrize(("available", "gathered"), [(100_000, True), (10_000, False)])
