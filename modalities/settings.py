@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import InitErrorDetails
 
 
 class Settings(BaseModel):
@@ -22,11 +23,21 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _true_is_no_number(cls, values: Any) -> Any:
-        # Pydantic takes true for 1, and its strict mode would refuse much that YAML may write for a number.
+        # Pydantic takes true for 1, and 1 for true; its strict mode would refuse much that YAML may write for a number.
         if not isinstance(values, Mapping):
             return values
         kinds = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
+        wrong = {key: value for key, value in values.items() if _is_true_or_false(kinds.get(key), value) is False}
+        if wrong:
+            details = [InitErrorDetails(type="bool_type", loc=(key,), input=value) for key, value in wrong.items()]
+            raise ValidationError.from_exception_data(cls.__name__, details)
         return {key: _bool_as_word(value, kinds.get(key)) for key, value in values.items()}
+
+
+def _is_true_or_false(kind: Any, value: Any) -> bool | None:
+    """Whether the value is what a key for true or false alone (and null) asks for; None for other keys."""
+    members = set(get_args(kind)) if get_origin(kind) in (Union, UnionType) else {kind}
+    return isinstance(value, bool | None) if bool in members and members <= {bool, type(None)} else None
 
 
 def _bool_as_word(value: Any, kind: Any) -> Any:

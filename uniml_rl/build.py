@@ -195,6 +195,12 @@ class StageConfig(Settings):
                 + ("samples of an iteration (prompts_per_iteration x group_size)" if self.prompts else "")
                 + ("records of an iteration (prompts_per_iteration)" if self.records else "")
             )
+        warm_up = algorithm.policy_waits
+        if warm_up and self.until.iterations is not None and warm_up >= self.until.iterations:
+            raise ValueError(
+                f"algorithm.value.warm_up_iterations: {warm_up}: the critic alone learns in them, and the stage ends "
+                f"after {self.until.iterations} (until.iterations), so the policy never would; give less"
+            )
         if self.ema is not None and self.evaluation is None:
             raise ValueError("ema: only the evaluation uses the average; add an `evaluation` block or remove `ema`")
         return self

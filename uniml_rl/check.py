@@ -26,6 +26,7 @@ from uniml_rl.data.prompts import FilePromptsConfig, PromptStream
 from uniml_rl.engines.ranks import launched
 from uniml_rl.memory import GIB, Known, describe, estimate, in_words
 from uniml_rl.planner import available_memory, plan_rollouts
+from uniml_rl.run_folder import check_folder, folder_of
 from uniml_rl.yaml_files import KeyPath
 
 Doubt = tuple[KeyPath, str]
@@ -43,9 +44,10 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> Known:
     folder that is incomplete or of the wrong kind, prompts that do not fit, a reward or an algorithm that does not fit
     the policy. Warns of what may be done and is hardly meant. No weights of policies are read.
     """
-    with _said_at(loaded, ("engine",)):
+    with _said_at(loaded, ("engine",)) as doubts:
         config.engine.require()
         device = config.engine.resolve_device()
+        doubts += [((key,), doubt) for key, doubt in config.engine.doubts(launched().local_world_size)]
     with _said_at(loaded, ("seed",)):
         seeded_generator(config.seed)
     summaries: dict[str, PolicySummary] = {}
@@ -125,6 +127,7 @@ class _Found:
 def _check_stage(config: RunConfig, stage: StageConfig, summaries: Mapping[str, PolicySummary]) -> _Found:
     summary, algorithm = summaries[stage.policy], stage.algorithm
     doubts: list[Doubt] = [(("algorithm",), doubt) for kind, _ in summary.decisions for doubt in algorithm.doubts(kind)]
+    doubts += _slow_starts(stage)
     if stage.prompts is None:
         _check_records(stage.records, config.seed, summary, algorithm)
         return _Found(doubts)
@@ -138,6 +141,21 @@ def _check_stage(config: RunConfig, stage: StageConfig, summaries: Mapping[str, 
     reads, size = _check_rewards(stage.rewards, summaries, summary, stream, algorithm.follows_gradient)
     longest = summary.fit(_longest(stage.prompts, stream), summary.sampling)
     return _Found(doubts + _too_long(reads, longest, summary.sampling), longest, size)
+
+
+def _slow_starts(stage: StageConfig) -> list[Doubt]:
+    """Learning rates that are still rising when the stage ends."""
+    owners: dict[KeyPath, Any] = {(): stage} if stage.critic is None else {(): stage, ("critic",): stage.critic}
+    iterations = stage.until.iterations
+    return [
+        (
+            (*place, "optimizer", "schedule", "warm_up_iterations"),
+            f"{warm_up}: the stage ends after {iterations} iterations (until.iterations), so the learning rate never "
+            "reaches its peak; give less.",
+        )
+        for place, owner in owners.items()
+        if iterations and (warm_up := owner.optimizer.schedule.warm_up_iterations) >= iterations
+    ]
 
 
 def _check_rewards(
@@ -236,6 +254,8 @@ def _longest(block: Any, stream: PromptStream) -> list[Any]:
 def check_from_yaml(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = None) -> None:
     """Validates everything without training, and prints parameters, trainable shares and a memory estimate.
 
+    Raises UserError for what `train` would refuse, the run's folder included.
+
     `ranks` is the number of processes to plan for; None is as many as a launcher has started.
     """
     loaded = load_yaml(path, overrides)
@@ -245,7 +265,7 @@ def check_from_yaml(path: str | Path, overrides: Sequence[str] = (), ranks: int 
     on_node = launch.local_world_size if ranks == launch.world_size else ranks
     with _said_at(loaded, ("engine",)):
         config.engine.splits(ranks)
-    check_shares(config, loaded, ranks // getattr(config.engine, "tensor_parallel", 1))
+    check_shares(config, loaded, max(1, ranks // getattr(config.engine, "tensor_parallel", 1)))
     known = preflight(config, loaded)
     available = available_memory(config.engine.resolve_device(), on_node)
     plan = plan_rollouts(config, known, ranks, available)
@@ -272,6 +292,13 @@ def check_from_yaml(path: str | Path, overrides: Sequence[str] = (), ranks: int 
     if plan is not None:
         console.print(f"rollout weights: {plan.in_words()}")
     console.print(f"memory of a process here: {in_words(available / GIB)}")
+    fewest = config.engine.fewest_ranks
+    if ranks < fewest:
+        console.print(
+            f"checked for {ranks} process{'es' * (ranks > 1)}; the engine's block is for {fewest} or more: `--ranks "
+            f"{fewest}` checks for those, `torchrun --nproc-per-node {fewest} -m uniml_rl train {path}` starts them"
+        )
+    check_folder(folder_of(config), config, loaded)
     console.print("[green]the configuration is valid[/]")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: written aside by all ranks and then renamed, hashed, never a pickle; and the lock of the run's folder.
+"""Checkpoints: written aside by all ranks and then renamed, hashed, never a pickle.
 
 A checkpoint is a folder: `tensors/`, weights and moments as `engines/stored_tensors.py` has them; `state.pt`, plain
 values and small tensors that all ranks share; `state-RANK.pt`, what another rank alone knows; and the manifest. Any
@@ -7,7 +7,6 @@ number of ranks and any engine can go on from it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -341,24 +340,3 @@ def environment_changes(manifest: Mapping[str, Any]) -> list[str]:
         for key, before in manifest["environment"].items()
         if now.get(key) != before
     ]
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Holds the run folder against a second process; the lock dies with the process.
-
-    Raises UserError if it is held, or if there can be no such folder.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"folder {str(folder)!r} cannot be written: {error.strerror}. Choose another.") from None
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(
-                f"{folder} is in use by another process; wait for it or train into another folder."
-            ) from error
-        yield

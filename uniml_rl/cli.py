@@ -93,7 +93,7 @@ def check(
 
     Example: [bold]uniml-rl check configs/quickstart.yaml stages.image-align.group_size=8[/bold]
     """
-    with _well_behaved(verbose):
+    with _well_behaved(verbose), _first_of_ranks("check"):
         from uniml_rl.check import check_from_yaml
 
         check_from_yaml(Path(config), overrides or [], ranks)
@@ -135,7 +135,7 @@ def sample(
 
     Example: [bold]uniml-rl sample runs/quickstart -p "a red apple" -p "a green frog" --number 4[/bold]
     """
-    with _well_behaved(verbose):
+    with _well_behaved(verbose), _first_of_ranks("sample", is_alone=True):
         prompts = [*(prompt or []), *_lines(prompts_file)]
         if not prompts:
             raise UserError("no prompts: give --prompt TEXT (as often as you like) or --prompts-file FILE.")
@@ -156,7 +156,7 @@ def eval(
 
     Example: [bold]uniml-rl eval runs/quickstart[/bold]
     """
-    with _well_behaved(verbose):
+    with _well_behaved(verbose), _first_of_ranks("eval", is_alone=True):
         from uniml_rl.saved import evaluate_from
 
         evaluate_from(source, overrides or [])
@@ -178,7 +178,7 @@ def export(
 
     Example: [bold]uniml-rl export runs/quickstart --policy painter --to models/aligned[/bold]
     """
-    with _well_behaved(verbose):
+    with _well_behaved(verbose), _first_of_ranks("export", is_alone=True):
         from uniml_rl.saved import export_from
 
         export_from(run, to, policy)
@@ -200,7 +200,7 @@ def selftest(
 
     Example: [bold]uniml-rl selftest grpo ppo --seeds 2[/bold]
     """
-    with _well_behaved(verbose):
+    with _well_behaved(verbose), _first_of_ranks("selftest", is_alone=True):
         from uniml_rl.selftest.report import selftest as prove
 
         if prove(algorithms or [], seeds, markdown):
@@ -263,6 +263,23 @@ def _well_behaved(verbose: bool, interrupted: str = "") -> Iterator[None]:
     except KeyboardInterrupt:
         _say(f"Interrupted. {interrupted}".strip(), "yellow")
         raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def _first_of_ranks(command: str, is_alone: bool = False) -> Iterator[None]:
+    """Of several processes that a launcher has started only the first does what one does; the others end at once.
+
+    With `is_alone` it is then a process of its own for everything below, which would wait for the others.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        if os.environ.get("RANK", "0") != "0":
+            raise typer.Exit(0)
+        if is_alone:
+            started = os.environ.pop("WORLD_SIZE")
+            _say(
+                f"`{command}` is done by one process: rank 0 does it, the other {int(started) - 1} end here.", "yellow"
+            )
+    yield
 
 
 def _say(message: str, style: str) -> None:

@@ -14,7 +14,7 @@ from pydantic_core import core_schema
 
 from modalities.errors import UserError, did_you_mean
 from uniml_rl.schema import Option, TypedBlock, describe, example, field_options, keys_of, options, typed_block
-from uniml_rl.yaml_files import COMMAND_LINE, KeyPath, LoadedConfig, dump_yaml, inline_yaml, load_yaml, overlay
+from uniml_rl.yaml_files import COMMAND_LINE, KeyPath, LoadedConfig, dump_yaml, inline_yaml, load_yaml, overlay, shown
 
 __all__ = [
     "LoadedConfig",
@@ -126,10 +126,7 @@ def _unknown_key(key: str, models: Sequence[type[BaseModel]]) -> str:
 
 def _shown(value: Any) -> str:
     """`value: ` as a message repeats it; blocks are not repeated."""
-    if isinstance(value, Mapping | BaseModel):
-        return ""
-    text = value if isinstance(value, str) else inline_yaml(value)
-    return (text if len(text) <= 60 else text[:57] + "...") + ": "
+    return "" if isinstance(value, BaseModel) else shown(value)
 
 
 def _nan_paths(value: Any, path: KeyPath) -> Iterator[KeyPath]:

@@ -14,20 +14,21 @@ from modalities.errors import UserError
 from uniml_rl.alike import check_alike
 from uniml_rl.build import RunConfig
 from uniml_rl.check import check_shares, preflight
-from uniml_rl.checkpoint import environment_changes, locked
-from uniml_rl.config import LoadedConfig, difference, load_yaml, resolved_dump, validate
+from uniml_rl.checkpoint import environment_changes
+from uniml_rl.config import LoadedConfig, load_yaml, resolved_dump, validate
 from uniml_rl.curriculum import Curriculum
 from uniml_rl.engines.base import Engine
 from uniml_rl.engines.ranks import ending_together, launched
+from uniml_rl.engines.settings import EngineSettings
 from uniml_rl.full_disk import full_disk_is_a_mistake
 from uniml_rl.memory import Known
 from uniml_rl.monitor.progress import Progress
 from uniml_rl.monitor.report import write_report
 from uniml_rl.monitor.writer import MetricsWriter
 from uniml_rl.planner import available_memory, plan_rollouts
+from uniml_rl.run_folder import check_folder, folder_of, locked, save_config
 from uniml_rl.stopping import Stop
 
-CONFIG_FILE = "config.yaml"
 _log = logging.getLogger(__name__)
 
 
@@ -41,13 +42,20 @@ def train_from_yaml(
     rank that, and EndedByAnotherRankError on the others.
     """
     launch, stop = launched(), stop or Stop()
-    with ending_together(launch), stop.kept_at_the_end():
+    engine, wrong = EngineSettings(), None
+    try:
         loaded = load_yaml(path, overrides)
         config = validate(RunConfig, loaded)
-        run_folder = Path(folder or config.folder or Path("runs") / config.name)
+        engine = config.engine
+    except UserError as error:  # said once, when the ranks have met
+        wrong = error
+    with ending_together(launch, engine.start_timeout_seconds), stop.kept_at_the_end():
+        if wrong is not None:
+            raise wrong
+        run_folder = folder_of(config, folder)
         with locked(run_folder) if launch.rank == 0 else nullcontext():
             if launch.rank == 0:
-                _compare(run_folder, config, str(path))
+                check_folder(run_folder, config, loaded)
             with full_disk_is_a_mistake(run_folder):
                 train(config, loaded, run_folder, stop)
 
@@ -76,15 +84,26 @@ def _train(config: RunConfig, loaded: LoadedConfig, folder: Path, stop: Stop, en
                     progress.note(f"changed since the checkpoint, so bits may differ: {line}")
             progress.activity("checking the configuration")
             known = preflight(config, loaded)
-            if line := _plan(config, known, engine):
+            for line in filter(None, (_alone(config, loaded), _plan(config, known, engine))):
                 progress.note(line)
             if leads:
-                _save_config(folder, config)
+                save_config(folder, config)
             curriculum.run()
     if writer is not None:
         writer.close()
         write_report(folder, config.name, curriculum.reports(), next_commands(config, folder), console)
     engine.wait()
+
+
+def _alone(config: RunConfig, loaded: LoadedConfig) -> str:
+    """Says that the engine's block is for several processes, if one was started; else empty."""
+    fewest = config.engine.fewest_ranks
+    if launched().world_size > 1 or fewest == 1:
+        return ""
+    return (
+        f"one process was started, and the engine's block is for {fewest} or more: nothing is divided. For several, "
+        f"`torchrun --nproc-per-node {fewest} -m uniml_rl train {loaded.path}`."
+    )
 
 
 def _plan(config: RunConfig, known: Known, engine: Engine) -> str:
@@ -110,28 +129,3 @@ def next_commands(config: RunConfig, folder: Path) -> list[str]:
         f"uniml-rl export {folder} --policy {last} --to exported/{last}",
         f"tensorboard --logdir {folder}",
     ]
-
-
-def _save_config(folder: Path, config: RunConfig) -> None:
-    """Saves the resolved configuration with a new run, which has passed every check: a wrong one claims no folder."""
-    saved = folder / CONFIG_FILE
-    if not saved.exists():
-        aside = saved.with_suffix(".writing")
-        aside.write_text(resolved_dump(config), encoding="utf-8")
-        aside.rename(saved)
-
-
-def _compare(folder: Path, config: RunConfig, path: str) -> None:
-    """Raises UserError with the differences if the folder holds a run of another configuration."""
-    saved = folder / CONFIG_FILE
-    if not saved.exists():
-        return
-    old = load_yaml(saved).values
-    new = config.model_dump(mode="json", by_alias=True)
-    lines = difference({**old, "folder": None}, {**new, "folder": None})
-    if lines:
-        listed = "\n  ".join(lines)
-        raise UserError(
-            f"{folder} holds a run of another configuration; {path} differs from it by\n  {listed}\n"
-            f"Either change {path} back to continue that run, or start a new one with `--folder` and another name."
-        )

@@ -38,7 +38,7 @@ from uniml_rl.families import POLICIES
 from uniml_rl.monitor.progress import make_console
 from uniml_rl.monitor.samples import save_each, save_samples, shown_text
 from uniml_rl.monitor.tables import printable_lines
-from uniml_rl.run import CONFIG_FILE
+from uniml_rl.run_folder import CONFIG_FILE
 
 _MODEL_FILES = {
     "model_index.json": ("_class_name", {"WanPipeline": "video"}, "image"),

@@ -91,6 +91,12 @@ class LoadedConfig:
             path = path[:-1]
         return self.locations[path]
 
+    def _at(self, path: KeyPath) -> Any:
+        value: Any = self.values
+        for key in path:
+            value = value[key] if _holds(value, key) else None
+        return value
+
     def spell(self, path: KeyPath) -> str:
         """The key path as an override spells it: `stages.image-align.until`."""
         parts: list[str] = []
@@ -101,7 +107,20 @@ class LoadedConfig:
         return ".".join(parts)
 
     def error(self, path: KeyPath, message: str) -> UserError:
-        """A UserError about the value at `path`: `file:line: key.path: message`."""
+        """A UserError about the value at `path`: `file:line: key.path: message`.
+
+        A message that itself begins with a key, that of the value or one inside it (`threads: too many`), is about the
+        value there, which is shown.
+        """
+        head, colon, rest = message.partition(": ")
+        *above, last = self.spell(path).split(".")
+        if colon and path and head == last:
+            return self.error(path, rest)
+        within = tuple(head.removeprefix(".".join([*above, last, ""])).split("."))
+        if colon and _has(self._at(path), within):
+            path = (*path, *within)
+            value = shown(self._at(path))
+            message = rest if rest.startswith(value.removesuffix(": ")) else value + rest
         return UserError(f"{self.where(path)}: {self.spell(path)}: {message}" if path else f"{self.path}: {message}")
 
 
@@ -131,6 +150,14 @@ def dump_yaml(values: Mapping[str, Any]) -> str:
 def inline_yaml(value: Any) -> str:
     """A value on one line, as one would write it on the command line."""
     return _dump([value], default_flow_style=True, width=math.inf).strip()[1:-1]
+
+
+def shown(value: Any) -> str:
+    """`value: ` as a message repeats it; blocks are not repeated."""
+    if isinstance(value, Mapping):
+        return ""
+    text = value if isinstance(value, str) else inline_yaml(value)
+    return (text if len(text) <= 60 else text[:57] + "...") + ": "
 
 
 def _dump(value: Any, **layout: Any) -> str:
@@ -171,6 +198,10 @@ def _read_text(path: Path, named_by: str) -> str:
     except FileNotFoundError:
         neighbours = [str(path.parent / other.name) for other in path.parent.glob("*.y*ml")]
         raise UserError(f"{named_by}there is no file {str(path)!r}{did_you_mean(str(path), neighbours)}") from None
+    except IsADirectoryError:
+        inside = sorted(str(other) for other in path.glob("*.y*ml"))
+        hint = f"; did you mean {inside[0]!r}?" if inside else "; name the YAML file."
+        raise UserError(f"{named_by}cannot read {str(path)!r}: it is a folder{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"{named_by}cannot read {str(path)!r}: {reason}.") from None
@@ -271,6 +302,11 @@ def _merge(
     """`above` laid over `below`: the four rules of this module's docstring."""
     if not isinstance(above.value, dict) or not isinstance(below.value, dict | list):
         return above
+    if above.where == COMMAND_LINE and not above.value and below.value and path:
+        raise UserError(
+            f"{COMMAND_LINE}: {'.'.join(path)}: {{}} changes nothing of what {below.where} gives; name the keys to "
+            "change, or give null to remove it."
+        )
     if isinstance(below.value, list):
         items = list(below.value)
         for key, item in above.value.items():
@@ -290,8 +326,12 @@ def _warn_of_lost_keys(below: Located, above: Located, path: tuple[str, ...]) ->
     """In a file both blocks are in view; who overrides one key of a block may not know of the others."""
     lost = [key for key in below.value if key not in above.value]
     if above.where == COMMAND_LINE and lost:
-        block = ".".join(path)
-        warnings.warn(f"{block}: another type leaves behind {block}'s {', '.join(lost)} ({below.where}).", stacklevel=2)
+        new = next(f"{key}={above.value[key].value}" for key in ("type", "name") if key in above.value)
+        warnings.warn(
+            f"{'.'.join(path)}: {new} replaces the whole block of {below.where}, which gives {', '.join(lost)} "
+            "too; what of these the new one shall have must be given with it.",
+            stacklevel=2,
+        )
 
 
 def _index(items: Sequence[Located], key: str, where: str, path: tuple[str, ...]) -> int:
@@ -317,6 +357,14 @@ def _holds(value: Any, key: str | int) -> bool:
     return (isinstance(value, dict) and key in value) or (
         isinstance(value, list) and isinstance(key, int) and key < len(value)
     )
+
+
+def _has(value: Any, keys: Sequence[str]) -> bool:
+    for key in keys:
+        if not (isinstance(value, Mapping) and key in value):
+            return False
+        value = value[key]
+    return True
 
 
 def _plain(tree: Located) -> Any:

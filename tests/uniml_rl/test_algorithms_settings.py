@@ -147,7 +147,7 @@ class Stage(Settings):
             ["dynamic_sampling with advantage.type 'batch'", "group or leave_one_out"],
         ),
         ({"name": "dapo", "dynamic_sampling": {"rounds": 0}}, ["algorithm.dynamic_sampling.rounds: 0"]),
-        ({"name": "dapo", "overlong": {"maximum": 3, "buffer": 4}}, ["buffer 4 is longer than the maximum 3"]),
+        ({"name": "dapo", "overlong": {"maximum": 3, "buffer": 4}}, ["buffer: 4: it is longer than the maximum of 3"]),
         (
             {
                 "name": "grpo",
@@ -168,8 +168,8 @@ class Stage(Settings):
         ({"name": "grpo", "kl": {"estimator": "k1"}}, ["algorithm.kl", "k1 in the loss does nothing", "k2"]),
         ({"name": "flow_grpo", "kl": {"placement": "reward"}}, ["'gaussian'", "placement: loss"]),
         ({"name": "flow_grpo", "kl": {"adaptive": {"target": 1, "horizon": 1}}}, ["adaptive", "'gaussian'"]),
-        ({"name": "grpo", "aggregation": {"mode": "sum_over_constant"}}, ["sum_over_constant needs a constant"]),
-        ({"name": "grpo", "aggregation": {"constant": 5}}, ["no other mode reads one"]),
+        ({"name": "grpo", "aggregation": {"mode": "sum_over_constant"}}, ["sum_over_constant needs a `constant`"]),
+        ({"name": "grpo", "aggregation": {"constant": 5}}, ["constant: 5: mode sequence_mean_token_mean reads none"]),
         (
             {"name": "grpo", "ratio": "sequence", "aggregation": {"mode": "token_mean"}},
             ["ratio: sequence", "token_mean"],
@@ -320,6 +320,19 @@ TOKENS, LATENTS = ("tokens", "token"), ("denoising", "element_mean")
         ({"name": "dapo", "overlong": {"maximum": 9}}, [TOKENS], {}, None),
         ({"name": "dapo", "overlong": {"maximum": 5}}, [TOKENS], {"sampling": FOUR}, "nothing ever would be"),
         ({"name": "dapo", "overlong": {"maximum": 5, "buffer": 2}}, [TOKENS], {"sampling": FOUR}, None),
+        (
+            {"name": "dapo", "overlong": {"buffer": 5}},
+            [TOKENS],
+            {"sampling": FOUR},
+            "overlong.buffer: 5: the",
+        ),
+        ({"name": "dapo", "overlong": {"buffer": 4}}, [TOKENS], {"sampling": FOUR}, None),
+        (
+            {"name": "mix_grpo"},
+            [TOKENS],
+            {},
+            "window of denoising transitions, and this policy",
+        ),
         ({"name": "mix_grpo"}, [LATENTS], {}, "trains a window of the transitions"),
         ({"name": "mix_grpo"}, [LATENTS], {"windowed": True}, None),
         ({"name": "reward_model"}, [TOKENS], {}, "this policy makes tokens"),

@@ -130,7 +130,10 @@ def test_a_warning_of_ours_is_one_plain_line(stand_in: Callable[..., list[Any]],
     sys.modules["uniml_rl.check"].check_from_yaml = lambda path, keys, _: load_yaml(path, keys)  # type: ignore
     result = run("check a.yaml s.type=b")
     assert not stub and result.exit_code == 0
-    assert result.stderr == "Warning: s: another type leaves behind s's weight (a.yaml:1).\n"
+    assert result.stderr == (
+        "Warning: s: type=b replaces the whole block of a.yaml:1, which gives weight too; what of these the new "
+        "one shall have must be given with it.\n"
+    )
 
 
 def test_an_interruption_says_how_to_go_on_and_exits_with_130(stand_in: Callable[..., list[Any]]) -> None:
@@ -153,6 +156,23 @@ def test_what_is_not_finite_is_one_message_and_exit_code_3(
     stand_in("run", "train_from_yaml", error)
     result = run("train a.yaml")
     assert (result.exit_code, result.stderr) == (3, "Error: not finite.\n")
+
+
+@pytest.mark.parametrize("line", [line for line in HANDED_OVER if not line.startswith("train")])
+def test_of_several_processes_the_first_does_what_one_does(
+    stand_in: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    Path("prompts.txt").write_text("a red apple\n\n  ein grüner Frosch\n", encoding="utf-8")
+    module, function, arguments = HANDED_OVER[line]
+    calls = stand_in(module, function)
+    for rank, expected in (("1", []), ("0", [arguments])):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", rank)
+        result = run(line)
+        assert (result.exit_code, result.stdout, calls) == (0, "", expected)
+    command = line.split()[0]
+    said = f"`{command}` is done by one process: rank 0 does it, the other 1 end here.\n" if command != "check" else ""
+    assert result.stderr == said and ("WORLD_SIZE" in os.environ) == (command == "check")
 
 
 def test_a_bug_keeps_its_traceback_and_exits_with_1(stand_in: Callable[..., list[Any]]) -> None:

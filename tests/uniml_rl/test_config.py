@@ -271,7 +271,9 @@ def test_another_type_replaces_and_the_same_type_merges(write: Any) -> None:
 def test_overrides_of_one_command_do_not_depend_on_their_order(write: Any) -> None:
     path = write("s: {type: loud, volume: 0.1}\n")
     orders = [["s.type=quiet", "s.words=a"], ["s.words=a", "s.type=quiet"]]
-    with pytest.warns(UserWarning, match="leaves behind s's volume"):
+    with pytest.warns(
+        UserWarning, match="s: type=quiet replaces the whole block of run.yaml:1, which gives volume too"
+    ):
         assert [load_yaml(path, order).values for order in orders] == [{"s": {"type": "quiet", "words": "a"}}] * 2
     assert load_yaml(path, ["s.volume=1", "s.volume=2"]).values["s"]["volume"] == 2
 

@@ -17,6 +17,7 @@ from uniml_rl.engines.torch_engine import TorchEngine
 from uniml_rl.evaluation import Evaluation
 from uniml_rl.monitor.writer import MetricsWriter
 from uniml_rl.run import train_from_yaml
+from uniml_rl.run_folder import locked
 
 CONFIG = """
 name: killed
@@ -177,7 +178,7 @@ def test_a_changed_config_is_refused_with_the_difference(config: Path, uninterru
 
 
 def test_a_folder_in_use_is_refused(config: Path, tmp_path: Path) -> None:
-    with checkpoint.locked(tmp_path / "run"), pytest.raises(UserError, match="in use by another process"):
+    with locked(tmp_path / "run"), pytest.raises(UserError, match="in use by another process"):
         train_from_yaml(config, [], tmp_path / "run")
 
 

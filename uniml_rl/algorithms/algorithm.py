@@ -86,6 +86,11 @@ class AlgorithmSettings(Settings):
                 f"({policy.model}) makes them in {len(policy.decisions)} segments. Train its parts."
             )
 
+    @property
+    def policy_waits(self) -> int:
+        """Iterations at the start of the stage in which the policy does not learn yet."""
+        return 0
+
     def doubts(self, kind: str) -> list[str]:
         """What is allowed, and hardly meant for decisions of this kind."""
         return []

@@ -136,10 +136,13 @@ class AggregationSettings(Settings):
 
     @model_validator(mode="after")
     def _constant_is_read(self) -> AggregationSettings:
-        if (self.mode == "sum_over_constant") != (self.constant is not None):
+        if self.mode == "sum_over_constant" and self.constant is None:
             raise UserError(
-                f"mode {self.mode!r} with constant {self.constant}: sum_over_constant needs a constant (for Dr. GRPO: "
-                "samples per optimizer step x maximal length), and no other mode reads one."
+                "mode: sum_over_constant needs a `constant`: for Dr. GRPO, samples per optimizer step x maximal length."
+            )
+        if self.mode != "sum_over_constant" and self.constant is not None:
+            raise UserError(
+                f"constant: {self.constant:g}: mode {self.mode} reads none; remove it, or take mode: sum_over_constant."
             )
         return self
 
@@ -217,7 +220,9 @@ class OverlongSettings(Settings):
     @model_validator(mode="after")
     def _buffer_fits(self) -> OverlongSettings:
         if self.maximum is not None and self.buffer is not None and self.buffer > self.maximum:
-            raise UserError(f"buffer {self.buffer} is longer than the maximum {self.maximum}: give a shorter one.")
+            raise UserError(
+                f"buffer: {self.buffer}: it is longer than the maximum of {self.maximum}; give a shorter one."
+            )
         return self
 
     def penalty(self, lengths: Tensor, limit: int) -> Tensor:
@@ -232,6 +237,11 @@ class OverlongSettings(Settings):
             raise UserError(
                 "algorithm.overlong.maximum: the policy has no sampling.max_new_tokens to take it from; give the "
                 "length from which the whole factor is taken."
+            )
+        if buffer > maximum:
+            raise UserError(
+                f"algorithm.overlong.buffer: {buffer}: the punishment would have begun before the first of the "
+                f"{maximum} tokens that sampling.max_new_tokens allows; give at most {maximum}, or null for a fifth."
             )
         if 0 < limit <= maximum - buffer:
             raise UserError(

@@ -133,6 +133,10 @@ class PolicyGradientSettings(AlgorithmSettings):
         return self.value is not None
 
     @property
+    def policy_waits(self) -> int:
+        return 0 if self.value is None else self.value.warm_up_iterations
+
+    @property
     def compares_groups(self) -> bool:
         return self.advantage.compares_groups
 
@@ -173,6 +177,11 @@ class PolicyGradientSettings(AlgorithmSettings):
                     f"algorithm.{part}: reads {', '.join(sorted(missing))} of every decision, and this policy "
                     f"({policy.model}) gives only {', '.join(sorted(policy.offers))}. Leave this part out."
                 )
+        if self.needs_window and "denoising" not in dict(policy.decisions):
+            raise UserError(
+                f"algorithm {self.name!r} trains a window of denoising transitions, and this policy ({policy.model}) "
+                "has none: take algorithm: grpo."
+            )
         if self.needs_window and not policy.windowed:
             raise UserError(
                 f"algorithm {self.name!r} trains a window of the transitions, and the policy's sampling.window is not "

@@ -45,7 +45,7 @@ class DeepSpeedEngineConfig(EngineSettings):
 
     @model_validator(mode="after")
     def _only_divided_weights_are_gathered(self) -> DeepSpeedEngineConfig:
-        if self.zero < 3 and self.rollout_weights == "sharded":
+        if self.zero < 3 and self.rollout_weights != "auto":
             raise ValueError(f"rollout_weights: with zero: {self.zero} weights are whole; remove it or take zero: 3")
         if self.zero < 3 and self.offload == "parameters":
             raise ValueError(f"offload: parameters: zero: {self.zero} keeps weights where it computes; take zero: 3")

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from modalities.errors import UserError
 
 MEETING = timedelta(minutes=10)
-"""How long the first process waits for the last one to start."""
+"""Of processes that have met already (`meeting.py`), to connect to each other."""
 _PATIENCE = timedelta(days=365)
 """Of waits for work that one rank does alone. A rank that dies ends them at once all the same."""
 _wait = timedelta(minutes=30)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from uniml_rl.engines.endings import (
     StoppedError,
 )
 from uniml_rl.engines.groups import Launch
+from uniml_rl.engines.meeting import PATIENCE, launcher_keeps_store, meet, reason
 from uniml_rl.engines.phases import Phase
 
 _POLL, _GRACE, _FAREWELL = 0.5, 10.0, 5.0
@@ -77,59 +77,33 @@ def exchanging(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch has no narrower class for all of its backends
-        reason = _reason(error)
         raise LostRankError(
             f"rank {dist.get_rank()} of {dist.get_world_size()} lost another one while {what}, in "
-            f"{_place(sys._getframe())}: {reason}. A process was killed, a node or the network failed, or "
+            f"{_place(sys._getframe())}: {reason(error)}. A process was killed, a node or the network failed, or "
             "engine.timeout_seconds passed. The same command continues from the last checkpoint."
         ) from error
 
 
-def _reason(error: Exception) -> str:
-    """The first sentence of what torch says, without the place in its sources."""
-    return re.sub(r"^\[\S+\] ", "", str(error)).split("\n")[0].split(". ")[0].rstrip(".")
-
-
 @contextmanager
-def ending_together(launch: Launch) -> Iterator[None]:
-    """Whatever ends the block with an exception on one rank ends it on all.
+def ending_together(launch: Launch, patience: float = PATIENCE) -> Iterator[None]:
+    """Whatever ends the block with an exception on one rank ends it on all, once all have met.
 
-    The exception leaves the context on the rank that was first; on the others EndedByAnotherRankError does, also in
-    place of what a wait for that rank raised, and a rank that does not even wait is ended after some seconds. A
-    LostRankError says what each rank was doing. In one process it does nothing.
+    They wait for the last one for `patience` seconds; a UserError says who has not come. The exception leaves the
+    context on the rank that was first; on the others EndedByAnotherRankError does, also in place of what a wait for
+    that rank raised, and a rank that does not even wait is ended after some seconds. A LostRankError says what each
+    rank was doing. In one process it does nothing.
     """
     if launch.world_size == 1:
         yield
         return
-    meeting, over = _Meeting(launch, _meet(launch)), threading.Event()
-    watch = threading.Thread(target=meeting.watch, args=(over,), daemon=True)
-    watch.start()
+    meeting = _Meeting(launch, dist.PrefixStore("uniml-rl", meet(launch.rank, launch.world_size, patience)))
     try:
         yield
     except BaseException as error:
         raise meeting.first_to_end(error) from error
     finally:
-        over.set()
-        phases.changed.set()
-        watch.join()
+        meeting.stop_watching()
         groups.end()
-
-
-def _meet(launch: Launch) -> dist.Store:
-    try:
-        store: dist.Store = next(iter(dist.rendezvous("env://", timeout=groups.MEETING)))[0]
-    except (RuntimeError, ValueError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(
-            f"rank {launch.rank} of {launch.world_size} did not meet the others at {address} (MASTER_ADDR and "
-            f"MASTER_PORT): {_reason(error)}. Have all {launch.world_size} processes started, "
-            "and can this machine reach that address?"
-        ) from error
-    return dist.PrefixStore("uniml-rl", store)
-
-
-def _launcher_keeps_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _exit_code(error: BaseException) -> int:
@@ -143,15 +117,23 @@ class _Meeting:
     def __init__(self, launch: Launch, store: dist.Store) -> None:
         self.launch, self.store = launch, store
         # torchrun keeps the store over its restarts, so what is there already is the ending of an earlier attempt.
-        self.stale = store.get(_ENDED).decode() if _launcher_keeps_store() and store.check([_ENDED]) else ""
+        self.stale = store.get(_ENDED).decode() if launcher_keeps_store() and store.check([_ENDED]) else ""
         self.seen: dict[int, str] = {}
         self._said, self._said_at = Phase(), 0.0
-        self._say_phase()
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._watched, daemon=True)
+        self._watch.start()
 
-    def watch(self, over: threading.Event) -> None:
+    def stop_watching(self) -> None:
+        """From here on nothing is asked of the store, which another rank may end, without this one's knowing."""
+        self._over.set()
+        phases.changed.set()
+        self._watch.join()
+
+    def _watched(self) -> None:
         """Publishes this rank's phase, and ends it when another one has ended the run and it cannot notice."""
         said = self.stale
-        while said == self.stale and not over.is_set():
+        while said == self.stale and not self._over.is_set():
             phases.changed.wait(_POLL)
             phases.changed.clear()
             try:
@@ -161,7 +143,7 @@ class _Meeting:
                 said = self.store.get(_ENDED).decode() if self.store.check([_ENDED]) else self.stale
             except RuntimeError:  # the store is gone; the next exchange says what happened
                 return
-        if said == self.stale or over.wait(_GRACE):
+        if said == self.stale or self._over.wait(_GRACE):
             return
         ending = json.loads(said)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -185,9 +167,10 @@ class _Meeting:
             error = self._with_phases(error)
         else:
             error = EndedByAnotherRankError(ending["rank"], ending["exit_code"])
+        self.stop_watching()  # rank 0 and its store leave when all the others have said that they do
         with suppress(RuntimeError):
             left, until = self.store.add(_LEFT, 1), time.monotonic() + _FAREWELL
-            keeps_store = self.launch.rank == 0 and not _launcher_keeps_store()
+            keeps_store = self.launch.rank == 0 and not launcher_keeps_store()
             while keeps_store and left < self.launch.world_size and time.monotonic() < until:
                 time.sleep(0.05)
                 left = self.store.add(_LEFT, 0)

@@ -43,16 +43,22 @@ class TorchEngineConfig(EngineSettings):
     models that do not fit whole; auto is gathered if whole weights and the cache fit, and says so."""
 
     @model_validator(mode="after")
-    def _time_out_is_read(self) -> TorchEngineConfig:
-        if self.shard == "none" and self.timeout_seconds != type(self).model_fields["timeout_seconds"].default:
-            raise ValueError("timeout_seconds: one process waits for no other; remove it or take shard: ddp")
+    def _keys_are_read(self) -> TorchEngineConfig:
         if self.shard != "hsdp" and self.shard_ranks is not None:
             raise ValueError(f"shard_ranks: shard: {self.shard} does not read it; remove it or take shard: hsdp")
-        if self.shard in ("none", "ddp") and self.rollout_weights == "sharded":
+        if self.shard in ("none", "ddp") and self.rollout_weights != "auto":
             raise ValueError(f"rollout_weights: with shard: {self.shard} weights are whole; remove it or take fsdp")
         if self.shard == "none" and self.tensor_parallel > 1:
             raise ValueError("tensor_parallel: shard: none is one process; take shard: ddp, fsdp or hsdp")
         return self
+
+    @property
+    def most_ranks(self) -> int | None:
+        return 1 if self.shard == "none" else None
+
+    @property
+    def fewest_ranks(self) -> int:
+        return 1 if self.shard == "none" else max(2, (self.shard_ranks or 1) * self.tensor_parallel)
 
     def require_optimizer(self, settings: OptimizerSettings) -> None:
         super().require_optimizer(settings)
@@ -75,8 +81,8 @@ class TorchEngineConfig(EngineSettings):
     def _require_shard(self, launch: Launch) -> None:
         if self.shard == "none" and launch.world_size > 1:
             raise UserError(
-                f"{launch.world_size} processes were started, and each would train by itself: set engine.shard: ddp, "
-                "or start one process."
+                f"shard: none is for one process, and each of {launch.world_size} would train by itself; take ddp, "
+                "fsdp or hsdp, or one process."
             )
 
     def build(self) -> TorchEngine:
@@ -122,7 +128,7 @@ class TorchEngineConfig(EngineSettings):
     def _groups(count: int, size: int, key: str, what: str) -> int:
         if count % size:
             raise UserError(
-                f"engine.{key}: {count} {what} cannot be divided into groups of {size}; it must divide their number."
+                f"{key}: {count} {what} cannot be divided into groups of {size}; it must divide their number."
             )
         return count // size
 

@@ -1,0 +1,69 @@
+"""The processes of a run find each other at its start; who waits says for whom, how long, and which key decides it."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+from pairs import ends, free_port, start_pair
+
+from uniml_rl.engines import meeting
+from uniml_rl.engines.endings import MISTAKE, EndedByAnotherRankError
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_SILENCE", 0.2)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", free_port())
+
+
+def meet(ranks: Sequence[int], of: int, patience: float, apart: float = 0.0) -> dict[int, BaseException | None]:
+    """What came of the ranks, which are threads and start one after the other; None has met."""
+    ended: dict[int, BaseException | None] = {}
+    stores = []
+
+    def come(rank: int) -> None:
+        try:
+            stores.append(meeting.meet(rank, of, patience))
+            ended[rank] = None
+        except Exception as error:
+            ended[rank] = error
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+        time.sleep(apart)
+    for thread in threads:
+        thread.join()
+    return ended
+
+
+def test_who_is_awaited_is_said_and_all_go_on_when_it_has_come(capfd: pytest.CaptureFixture[str]) -> None:
+    assert meet([2, 0, 1], 3, patience=60, apart=0.7) == {0: None, 1: None, 2: None}
+    said = capfd.readouterr().err
+    key = "for at most 60 seconds from its start (engine.start_timeout_seconds)"
+    assert "rank 2 of 3 waits for rank 0, which does not answer yet at 127.0.0.1:" in said
+    assert "rank 0 of 3 waits for rank 1; rank 0, 2 has come, " + key in said
+    assert said.count("waits for rank 1") == 1, "one of those who wait speaks for all"
+
+
+def test_ranks_that_do_not_come_end_the_others_with_one_message() -> None:
+    ended = meet([0, 2], 4, patience=1)
+    assert isinstance(ended[2], EndedByAnotherRankError) and ended[2].exit_code == MISTAKE
+    assert str(ended[0]).startswith(
+        "rank 1, 3 of 4 did not come within 1 seconds (engine.start_timeout_seconds); rank 0, 2 did. Start all 4"
+    )
+
+
+def test_a_first_rank_that_does_not_come_is_not_awaited_for_ever() -> None:
+    ended = meet([1], 2, patience=1)
+    assert str(ended[1]).startswith("rank 1 of 2 did not meet the others at 127.0.0.1:")
+    assert "engine.start_timeout_seconds" in str(ended[1])
+
+
+def test_a_run_that_is_refused_at_once_says_one_line_among_all_ranks() -> None:
+    ended = ends(start_pair(["-m", "uniml_rl", "train", "missing.yaml"]))
+    assert [code for code, _, _ in ended] == [MISTAKE, MISTAKE]
+    said = [line for _, out, err in ended for line in (out + err).splitlines()]
+    assert [line for line in said if "waits for rank" not in line] == ["Error: there is no file 'missing.yaml'"]
