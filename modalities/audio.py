@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from einops import rearrange
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from transformers import (
@@ -283,7 +284,7 @@ class AudioPolicy(Policy):
             raise ValueError(f"an audio policy offers {sorted(self.offers)}, not {sorted(needs - self.offers)}.")
         segment = trajectory.segments[cut.segment]
         assert isinstance(segment, CodecSegment)
-        columns_bKC = segment.tokens[cut.rows].unflatten(1, (-1, self.num_codebooks)).transpose(1, 2)
+        columns_bKC = rearrange(segment.tokens[cut.rows], "b (c k) -> b k c", k=self.num_codebooks)
         start = torch.full_like(columns_bKC[:, :, :1], self.musicgen.decoder.config.pad_token_id)
         exists_bt = cut.take(segment.length_mask)
         rows, steps = exists_bt.nonzero(as_tuple=True)
@@ -312,7 +313,7 @@ class AudioPolicy(Policy):
 
     def codes(self, segment: CodecSegment) -> list[Tensor]:
         """[K, F] int64 of each row: the codec's tokens, each codebook moved back by its delay."""
-        grid_BCK = segment.tokens.unflatten(1, (-1, self.num_codebooks))
+        grid_BCK = rearrange(segment.tokens, "b (c k) -> b c k", k=self.num_codebooks)
         frames_B = segment.length_mask.sum(1) // self.num_codebooks
         lags = list(enumerate(self.delay.tolist()))
         return [

@@ -234,7 +234,8 @@ def summary_of(policy: Policy) -> PolicySummary:
 
 
 class SamplerBackend(Protocol):
-    """Where samples come from, apart from the policy: in this process, or an inference engine elsewhere."""
+    """Where samples come from, apart from the policy. There is one, `token_sampler.InProcessSampler`, which has the
+    policy's own model; an inference engine elsewhere would be another."""
 
     repeatable: bool
     """Whether the same request and weights give the same sample again."""

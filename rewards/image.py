@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import PIL.Image
 import torch
+from einops import rearrange
 from pydantic import Field
 from torch import Tensor
 
@@ -47,7 +48,7 @@ class JpegSize(Reward):
 
     def _bytes(self, pixels_CHW: Tensor) -> int:
         file = io.BytesIO()
-        picture = PIL.Image.fromarray(pixels_CHW.permute(1, 2, 0).cpu().numpy())
+        picture = PIL.Image.fromarray(rearrange(pixels_CHW, "c h w -> h w c").cpu().numpy())
         picture.save(file, format="JPEG", quality=self._quality)
         return file.getbuffer().nbytes
 

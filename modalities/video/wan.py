@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from modalities.denoising import DenoisingPolicy
@@ -96,8 +97,8 @@ class WanPolicy(DenoisingPolicy):
 
     def pixels_from_latents(self, latents: Tensor) -> Tensor:
         mean, std = self._latent_statistics()
-        pixels: Tensor = self.vae.decode(latents * std + mean).sample  # [b, 3, F, H, W]
-        return pixels.transpose(1, 2)
+        pixels: Tensor = self.vae.decode(latents * std + mean).sample
+        return rearrange(pixels, "b c f h w -> b f c h w")
 
     def latents_from_samples(self, samples: Sequence[Sample]) -> Tensor:
         videos = [sample for sample in samples if isinstance(sample, Video)]
@@ -109,7 +110,7 @@ class WanPolicy(DenoisingPolicy):
         if wrong := [len(video.frames) for video in videos if len(video.frames) != frames]:
             raise UserError(f"sampling.frames: {frames}, but a given video has {wrong[0]} frames.")
         clips = torch.stack([cover(video.unit(), height, width) for video in videos])
-        pixels = clips.to(self.device).transpose(1, 2) * 2 - 1
+        pixels = rearrange(clips.to(self.device), "b f c h w -> b c f h w") * 2 - 1
         mean, std = self._latent_statistics()
         latents: Tensor = (self.vae.encode(pixels).latent_dist.mode() - mean) / std
         return latents

@@ -24,7 +24,7 @@ ROOMS = {
 }
 SHARED = ("uniml_rl.experience", "uniml_rl.__version__")
 FORBIDDEN = {"modalities": ("uniml_rl", "rewards"), "rewards": ("uniml_rl",)}
-OPTIONAL = ("xformers", "flash_attn", "bitsandbytes", "vllm", "deepspeed")
+OPTIONAL = ("xformers", "flash_attn", "bitsandbytes", "deepspeed")
 
 
 def name_of(path: Path) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import PIL.Image
 import PIL.ImageOps
 import torch
+from einops import rearrange
 from pydantic import model_validator
 
 from modalities.errors import UserError
@@ -270,4 +271,4 @@ def _sample(given: Given, place: str) -> Sample:
         unknown = isinstance(error, PIL.UnidentifiedImageError)  # its own words hold the address of an object
         reason = "it is damaged or of an unknown format" if unknown else error
         raise UserError(f"{place}: {given.name!r} is no image that can be decoded: {reason}") from error
-    return Image(pixels_HWC.view(size).permute(2, 0, 1).contiguous())
+    return Image(rearrange(pixels_HWC.view(size), "h w c -> c h w").contiguous())

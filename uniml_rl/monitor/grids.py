@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from PIL import Image as Pillow
 from PIL import ImageDraw, ImageFont
 from torch import Tensor
@@ -55,7 +56,7 @@ def to_picture(sample: Sample) -> Pillow.Image:
 
 def to_pixels(pixels: Tensor) -> Pillow.Image:
     """uint8 [3, H, W] as a picture of that size."""
-    return Pillow.fromarray(pixels.permute(1, 2, 0).contiguous().cpu().numpy())
+    return Pillow.fromarray(rearrange(pixels, "c h w -> h w c").contiguous().cpu().numpy())
 
 
 def draw_grid(rows: Sequence[Row], title: str) -> Pillow.Image:
