@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from modalities.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _PACKAGES = {"flash_attention_2": "flash-attn", "xformers": "xformers"}
 """Kernels that need a package, the fastest first."""
@@ -55,6 +60,20 @@ def _obstacle(kernel: str, offered: Sequence[str], device: str, is_half: bool) -
     if kernel == "flash_attention_2" and not is_half:
         return "it computes in half precision only: set engine.precision to bf16 or fp16"
     return ""
+
+
+@contextmanager
+def attention_that_runs(model: PreTrainedModel) -> Iterator[None]:
+    """Within it a model that waits in host memory computes its attention without a kernel that runs on GPUs only."""
+    kernel = model.config._attn_implementation
+    if model.device.type != "cpu" or kernel not in _PACKAGES:
+        yield
+        return
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(kernel)
 
 
 def set_denoiser_attention(denoiser: nn.Module, kernel: str) -> None:

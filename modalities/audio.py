@@ -41,6 +41,7 @@ from modalities.lora import (
     require_float32_when_trained,
     save_adapter,
 )
+from modalities.opening import put_trained
 from modalities.samples import Audio, Sample
 from modalities.segments import PADDED_PROMPTS
 from modalities.sources import loading, resolve_model
@@ -186,7 +187,10 @@ class AudioPolicy(Policy):
         self.tokenizer = tokenizer
         self.dtype = getattr(torch, config.dtype)
         make_trainable(model, config.lora, seed)
-        self.musicgen = model.eval().to(device)
+        self.musicgen = model.eval()
+        for part in (model.text_encoder, model.audio_encoder):
+            part.to(device)
+        put_trained(model, device)
         self.musicgen.audio_encoder.float()
         if config.gradient_checkpointing:
             checkpoint_layers(self.musicgen.decoder)

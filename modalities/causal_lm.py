@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from modalities.attention import attention_that_runs
 from modalities.base import Replay
 from modalities.errors import UserError
 from modalities.tensor_parallel import divide
@@ -115,8 +116,9 @@ class CausalTokenModel(nn.Module):
     @torch.no_grad()
     def _check_head(self) -> None:
         token = torch.zeros(1, 1, dtype=torch.long, device=self.causal_lm.device)
-        expected = self.causal_lm(token, use_cache=False).logits[:, -1].float()
-        actual = self.head(self._trunk(token, None, None, None)[:, -1]).float()
+        with attention_that_runs(self.causal_lm):
+            expected = self.causal_lm(token, use_cache=False).logits[:, -1].float()
+            actual = self.head(self._trunk(token, None, None, None)[:, -1]).float()
         if not torch.allclose(actual, expected, rtol=1e-2, atol=1e-2 * float(expected.std())):
             raise UserError(
                 f"{type(self.causal_lm).__name__} changes its logits after the output embedding in a way that is not "

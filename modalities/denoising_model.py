@@ -19,6 +19,7 @@ from modalities.denoising_settings import DenoisingSampling, DenoisingSettings
 from modalities.guidance import Condition, guided_prediction, mean_over_positions, outputs_of
 from modalities.lora import LoraSettings, attach_lora
 from modalities.noise_process import FIRST_ITERATION, NoiseProcess, Schedule, Transition
+from modalities.opening import put_trained
 from modalities.pipeline_folder import export_pipeline, load_pipeline
 from modalities.randomness import SampleKey
 from modalities.samples import Sample
@@ -55,12 +56,14 @@ class DenoisingModel(Policy):
         self.vae: Any = self.pipeline.vae
         for component in self.pipeline.components.values():
             if isinstance(component, nn.Module):
-                component.requires_grad_(False).eval().to(self.device)
+                component.requires_grad_(False).eval()
+                if component is not self.denoiser:
+                    component.to(self.device)
         self.vae.float()
         if settings.vae_tiling:
             self.vae.enable_tiling()
         self.make_trainable(self.denoiser, settings.lora, seed)
-        self.denoiser.to(self.device)
+        put_trained(self.denoiser, self.device)
         set_denoiser_attention(self.denoiser, settings.attention)
         if settings.gradient_checkpointing:
             self.denoiser.enable_gradient_checkpointing()  # type: ignore[operator]

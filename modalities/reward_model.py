@@ -32,6 +32,7 @@ from modalities.causal_lm import checkpoint_layers
 from modalities.errors import UserError
 from modalities.forward_process import ForwardProcessSettings
 from modalities.lora import LoraSettings, require_float32_when_trained
+from modalities.opening import put_trained
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample
 from modalities.scorers import Scorer, ScorerInputs, load_clip_scorer, load_text_scorer
@@ -148,7 +149,8 @@ class RewardModel(Policy):
             scorer.adapt(config.lora, seed)
         else:
             scorer.requires_grad_(True)
-        self.scorer = scorer.to(device).eval()
+        put_trained(scorer, device)
+        self.scorer = scorer.eval()
         if config.gradient_checkpointing:
             checkpoint_layers(scorer.model)
         self.weight_sets = WeightSets(self.trainable_modules())

@@ -14,8 +14,10 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
+from modalities.attention import attention_that_runs
 from modalities.errors import UserError
 from modalities.lora import lora_layers
+from modalities.opening import put_undivided
 
 _GATHERED = partial(ColwiseParallel, output_layouts=Replicate())
 _SPLIT = partial(RowwiseParallel, input_layouts=Replicate())
@@ -74,6 +76,8 @@ def planned_parameters(causal_lm: PreTrainedModel) -> int:
 def divide(causal_lm: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Divides the model, in place, over a mesh of one dimension, on which it is whole and alike; nothing is sent.
 
+    Its parts come to the mesh's device, layer by layer, from whatever memory it was in.
+
     Modules whose gradient is to be summed over the mesh are marked (`has_partial_gradient`). Raises UserError for a
     model that cannot be divided, or whose plan does not compute what the whole model does.
     """
@@ -89,7 +93,8 @@ def divide(causal_lm: PreTrainedModel, mesh: DeviceMesh) -> None:
             parallelize_module(layer, mesh, make, src_data_rank=None)
     if tied:
         head.weight = embedding.weight
-    if not torch.allclose(_some_logits(causal_lm), expected, rtol=1e-2, atol=1e-2 * float(expected.std())):
+    put_undivided(causal_lm, mesh.device_type)
+    if not torch.allclose(_some_logits(causal_lm).to(expected), expected, rtol=1e-2, atol=1e-2 * float(expected.std())):
         raise UserError(
             f"engine.tensor_parallel: the plan of transformers for {type(causal_lm).__name__} does not compute what "
             "the whole model does; take shard: fsdp."
@@ -120,4 +125,5 @@ def _matches(path: str, key: str) -> bool:
 
 def _some_logits(causal_lm: PreTrainedModel) -> Tensor:
     tokens = torch.arange(2, device=causal_lm.device)[None]
-    return causal_lm(tokens, use_cache=False).logits.float()
+    with attention_that_runs(causal_lm):
+        return causal_lm(tokens, use_cache=False).logits.float()

@@ -43,6 +43,7 @@ from modalities.lora import (
     require_float32_when_trained,
     save_adapter,
 )
+from modalities.opening import put_trained
 from modalities.randomness import SampleKey
 from modalities.samples import Prompt, Sample, Text
 from modalities.sources import loading, resolve_model
@@ -276,7 +277,7 @@ class TextPolicy(Policy):
             attach_lora(causal_lm, config.lora, DEFAULT_LORA_TARGETS, seed)
         else:
             causal_lm.requires_grad_(True)
-        nn.Module.to(causal_lm, device)
+        put_trained(causal_lm, device)
         if config.gradient_checkpointing:
             checkpoint_layers(causal_lm)
         self.model = CausalTokenModel(causal_lm, config.logits_chunk).eval()

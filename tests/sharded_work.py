@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from contracts.harness import make_critic
+from peak_memory import Peak, moves_make_memory
 from rank_work import RUN, Scores
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_runs import load_run, prompts, stage
 
+from modalities.summary import sizes_of
 from modalities.text import TextPolicyConfig
 from uniml_rl.build import StageConfig, build_objective
 from uniml_rl.config import load_yaml
@@ -65,11 +67,12 @@ def measure(folder: Path, engine: Engine) -> dict[str, Any]:
         "policy": policy.trainable_modules(),
         "critic": critic.trainable_modules(),
     }
+    whole = sum(p.nbytes for parts in modules.values() for m in parts.values() for p in m.parameters())
+    largest = sizes_of([m for parts in modules.values() for m in parts.values()], 4).largest_unit
+    with moves_make_memory(), Peak() as peak:
+        engine.attach({name: (parts, config.optimizer) for name, parts in modules.items()})
     parameters = [p for parts in modules.values() for m in parts.values() for p in m.parameters()]
-    whole = sum(p.nbytes for p in parameters)
-    engine.attach({name: (parts, config.optimizer) for name, parts in modules.items()})
-    parameters = [p for parts in modules.values() for m in parts.values() for p in m.parameters()]
-    found: dict[str, Any] = {"whole": whole, "parameters": held(parameters)}
+    found: dict[str, Any] = {"whole": whole, "parameters": held(parameters), "made": peak.bytes, "largest": largest}
     assert config.prompts is not None
     objective = build_objective(config.algorithm, critic, None)
     objective.start(policy)

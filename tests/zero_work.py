@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from peak_memory import Peak, moves_make_memory, storages_of
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from modalities.shards import local_part, whole
 from modalities.weights import WeightSets
 from uniml_rl.checkpoint import CheckpointStore, load_checkpoint
+from uniml_rl.engines import zero_module
 from uniml_rl.engines.deepspeed_engine import DeepSpeedEngine, DeepSpeedEngineConfig
 from uniml_rl.engines.distributed import DistributedEngine
 from uniml_rl.engines.optimizers import OptimizerSettings
@@ -73,7 +73,9 @@ def check_zero(folder: Path) -> dict[str, bool]:
 def _check_shares(engine: DeepSpeedEngine) -> dict[str, bool]:
     module = Tower(0, width=64, blocks=32)
     total = sum(parameter.numel() for parameter in module.parameters())
-    engine.attach(optimizers_of({"one": module}))
+    largest = max(parameter.numel() for parameter in module.parameters())
+    with _measured_division() as made:
+        engine.attach(optimizers_of({"one": module}))
     engine.backward(module(torch.ones(2, 4)).sum())
     (part,) = engine._all_parts
     gradients = sum(gradient.numel() for flat in _gradients_between_passes(part) for gradient in flat)
@@ -87,7 +89,22 @@ def _check_shares(engine: DeepSpeedEngine) -> dict[str, bool]:
         found["gradients"] = 0 < gradients <= MOST * total
     if engine.zero > 2:
         found["weights"] = 0 < held <= MOST * total
+        found["each parameter comes alone"] = 0 < made[0] <= 4 * (MOST * total + largest) < 4 * total
     return found
+
+
+@contextmanager
+def _measured_division() -> Iterator[list[int]]:
+    """The most bytes that dividing a module takes at a time where every move to the device makes memory."""
+    most, divide = list[int](), zero_module.divide
+
+    def measured(*args: Any) -> None:
+        with moves_make_memory(), Peak() as peak:
+            divide(*args)
+        most.append(peak.bytes)
+
+    with mock.patch.object(zero_module, "divide", measured):
+        yield most
 
 
 def _gradients_between_passes(part: Any) -> list[list[Tensor]]:
@@ -95,28 +112,6 @@ def _gradients_between_passes(part: Any) -> list[list[Tensor]]:
         return [[part.zero.grad_partitions_flat_buffer]]
     own = [p.grad for p in part.parameters if p.grad is not None]
     return [own, *(list(tensors) for tensors in part.zero.all_grad_tensors.values() if tensors)]
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes of memory that was taken within the context and held at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._taken: list[tuple[StorageWeakRef, int]] = []
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {storage.data_ptr() for storage in _storages((args, kwargs))}
-        made = [storage for storage in _storages(result) if storage.nbytes() and storage.data_ptr() not in given]
-        self._taken += [(StorageWeakRef(storage), storage.nbytes()) for storage in made]
-        self._taken = [(storage, size) for storage, size in self._taken if not storage.expired()]
-        self.bytes = max(self.bytes, sum(size for _, size in self._taken))
-        return result
-
-
-def _storages(values: Any) -> list[Any]:
-    return [local_part(value).untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def _check_checkpoint(engine: DistributedEngine, folder: Path) -> dict[str, bool]:
@@ -135,7 +130,7 @@ def _check_checkpoint(engine: DistributedEngine, folder: Path) -> dict[str, bool
         step(engine, module, number)
     with Peak() as saving:
         weights, state = engine.stored(WeightSets({"one": module}).state()), engine.state_dict()
-    kept = sum(storage.nbytes() for storage in _storages((dict(weights), state)))
+    kept = sum(storage.nbytes() for storage in storages_of((dict(weights), state)))
     store = CheckpointStore(folder, 1)
     state = {"trainer": {"engine": state, "objective": {}}, "rewards": {}}
     path = store.save(0, {"one": weights}, state, {}, engine.process, engine.wait, engine.union_of_names)

@@ -294,8 +294,9 @@ class Curriculum:
         config, seed = self.config.stages[index], self.config.seed
         phases.enter("opening", config.name, 0)
         self.progress.activity(f"opening stage {config.name}")
-        policy = self._policy(config.policy)
-        critic = stage_critic(self.config, config, policy, self.device)
+        with self.engine.opening():
+            policy = self._policy(config.policy)
+            critic = stage_critic(self.config, config, policy, self.device)
         if critic is not None and CRITIC in self._restored_weights:
             critic.load_weight_state(self._restored_weights.pop(CRITIC))
         source, rewards = stage_source(self.config, config), stage_rewards(self.config, index, self.device, self.folder)

@@ -19,7 +19,8 @@ Activations count whole, though parts of them are divided.
 
 Then the largest of four that take turns:
 
-* opening: a model is made whole before it is divided: weights x (1 - 1 / P).
+* opening: what is divided is made in the machine's memory and comes here layer by layer, so the largest layers; with
+  tensor parallelism whole along P before it is divided further, so the other ranks' parts.
 * rollout: the cache (keys and values of the rows that a rollout or an evaluation computes at once, at their longest, in
   v), and with gathered weights the other ranks' parts; with sharded ones the largest layers.
 * update: activations (`micro_batch` rows x tokens x what `modalities.summary` says a forward pass keeps per token, in
@@ -99,8 +100,8 @@ def divided(alone: Alone, splits: Splits, gathered: bool) -> dict[str, float]:
     )
     held = 1 - alone.planned * (1 - 1 / splits.tensor)  # of what else a rank would gather, or hold alone
     elsewhere = held * (1 - parameters)
+    arrives = alone.largest_unit if elsewhere or splits.tensor > 1 else 0.0
     unit = held * alone.largest_unit if elsewhere else 0.0
-    opening = 1 - held * parameters
     parameters, gradients, moments = held * parameters, held * gradients, held * moments
     copied = 1 if splits.steps_a_copy else 0
     critic_weights, critic_gradients, critic_moments = alone.critic
@@ -113,7 +114,7 @@ def divided(alone: Alone, splits: Splits, gathered: bool) -> dict[str, float]:
         "copies": alone.copies * parameters,
         "critic": critic,
         "rewards": alone.rewards,
-        "opening": alone.stage_weights * opening,
+        "opening": max(arrives, alone.stage_weights * elsewhere if splits.tensor > 1 else 0.0),
         "rollout": alone.cache / splits.tensor + (alone.stage_weights * elsewhere if gathered else unit),
         "update": alone.activations + unit,
         "step": 2 * alone.gradients * (moments if copied else parameters),

@@ -129,7 +129,7 @@ def test_what_is_divided_over_ranks_and_what_is_gathered(tmp_path: Path) -> None
     for name in ("weights", "gradients", "optimizer", "copies", "critic", "step"):
         assert four[name] == one[name] / 4 > 0, name
     assert four["rewards"] == one["rewards"] == 11 and four["beside"] == one["beside"]
-    assert one["opening"] == 0 and four["opening"] == one["weights"] * 3 / 4
+    assert one["opening"] == 0 and four["opening"] == unit
     assert four["rollout"] == one["rollout"] + one["weights"] * 3 / 4
     assert apart["rollout"] == one["rollout"] + unit
     assert four["update"] == one["update"] + unit

@@ -116,6 +116,13 @@ def test_a_rank_of_tensor_parallelism_holds_the_planned_half_and_all_of_the_rest
     assert found["moments"] == 2 * (found["parameters"] - 4)  # a bias of one number is not counted
 
 
+@pytest.mark.parametrize("run", RUNS)
+def test_no_rank_has_more_than_its_part_and_the_largest_layers_while_it_divides(run: str, results: dict[str, Any]) -> None:
+    """Every move to the device that a GPU would need makes memory here, too."""
+    found = results[run]
+    assert found["made"] <= 0.525 * found["whole"] + found["largest"] < found["whole"]
+
+
 def test_a_gathered_rollout_gathers_each_parameter_once_and_nothing_in_its_passes(results: dict[str, Any]) -> None:
     found = results["fsdp"]
     assert found["gathers inside"] == 0

@@ -19,7 +19,7 @@ from uniml_rl.check import check_from_yaml, preflight
 from uniml_rl.config import load_yaml
 from uniml_rl.engines.base import Splits
 from uniml_rl.engines.torch_engine import TorchEngine, TorchEngineConfig
-from uniml_rl.memory import estimate
+from uniml_rl.memory import GIB, estimate
 
 TEXT = {"type": "text", "sampling": {"max_new_tokens": 5}}
 IMAGE = {"type": "image", "sampling": {"steps": 2}}
@@ -69,7 +69,9 @@ def test_the_estimate_divides_what_the_plan_does(model: Callable[[Path], Path], 
     for item in ("weights", "gradients", "optimizer", "copies", "step"):
         assert together[item] == pytest.approx(share * whole[item])
     assert together["rollout"] == whole["rollout"] / 2
-    assert together["opening"] == pytest.approx((1 - share) * whole["weights"])
+    assert together["opening"] == sizes.largest_unit / GIB
+    fsdp = estimate(config.model_copy(update={"engine": TorchEngineConfig(shard="fsdp", tensor_parallel=2)}), 0, known, 8)
+    assert fsdp["opening"] == pytest.approx(max(sizes.largest_unit / GIB, share * whole["weights"] * 3 / 4))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from modalities.opening import waiting_for_division
 from uniml_rl.engines.optimizers import OptimizerSettings
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,6 +75,10 @@ class Engine(ABC):
 
         Raises ValueError for an optimizer without a trainable parameter.
         """
+
+    def opening(self) -> AbstractContextManager[None]:
+        """Within it policies are built: what `attach` will divide stays in host memory, and no device holds it whole."""
+        return waiting_for_division() if self.divides_weights else nullcontext()
 
     def sampling(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Within the context each rank may run as many passes of `modules` without gradient as it likes, or none.

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modalities.shards import blocks_of, whole_shape
+from modalities.opening import put_undivided
+from modalities.shards import blocks_of, is_divided, whole_shape
 from uniml_rl.engines.deepspeed_start import start
 
 _ROOT = "root"
@@ -63,6 +64,16 @@ def keys_of(stage: int, offload: str) -> dict[str, Any]:
     }
 
 
+def divide(module: nn.Module, deepspeed: Any, keys: dict[str, Any], device: str) -> None:
+    """Divides a module that is whole, in whatever memory: each parameter comes to the device alone.
+
+    DeepSpeed's `initialize` would move the whole module there first.
+    """
+    if not any(is_divided(parameter) for parameter in module.parameters()):
+        deepspeed.zero.Init(module=module, config_dict_or_path=keys, dtype=next(module.parameters()).dtype)
+        put_undivided(module, device)
+
+
 class ZeroModule:
     """A module, the part of its optimizer that is here, and DeepSpeed's engine around both.
 
@@ -83,9 +94,10 @@ class ZeroModule:
         self.sizes = [whole_shape(parameter) for parameter in self.parameters]
         self.touched = False  # by a backward pass of this optimizer step, on any rank
         optimizer = make_optimizer(self.parameters) if self.parameters else None
-        self._engine = start(device).initialize(
-            model=module, optimizer=optimizer, config=keys_of(stage, offload), dist_init_required=False
-        )[0]
+        deepspeed, keys = start(device), keys_of(stage, offload)
+        if stage == 3:
+            divide(module, deepspeed, keys, device)
+        self._engine = deepspeed.initialize(model=module, optimizer=optimizer, config=keys, dist_init_required=False)[0]
         self.zero: Any = self._engine.optimizer
         if stage == 3:
             self._divide()
