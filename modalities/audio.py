@@ -189,7 +189,7 @@ class AudioPolicy(Policy):
         make_trainable(model, config.lora, seed)
         self.musicgen = model.eval()
         for part in (model.text_encoder, model.audio_encoder):
-            part.to(device)
+            nn.Module.to(part, device)
         put_trained(model, device)
         self.musicgen.audio_encoder.float()
         if config.gradient_checkpointing:

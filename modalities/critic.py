@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from modalities.base import Cut, Need, Policy, Trajectory
 from modalities.randomness import global_generator_seeded
 from modalities.settings import Settings
-from modalities.shards import give_back, shard_of, whole
-from modalities.weights import under
+from modalities.shards import give_back, local_part, shard_of
+from modalities.weights import put_like, under
 
 
 class CriticSettings(Settings):
@@ -90,8 +90,11 @@ class Critic:
         trunk = {} if self.trunk is None else {f"trunk/{key}": v for key, v in self.trunk.weight_state().items()}
         return head | trunk
 
+    @torch.no_grad()
     def load_weight_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores `weight_state`."""
-        self.head.load_state_dict({key: whole(value) for key, value in under(state, "head/").items()})
+        give_back(self.head)
+        for key, parameter in self.head.named_parameters():
+            local_part(parameter).copy_(local_part(put_like(state[f"head/{key}"], parameter)))
         if self.trunk is not None:
             self.trunk.load_weight_state(under(state, "trunk/"))

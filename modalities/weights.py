@@ -175,9 +175,9 @@ class WeightSets:
             if unequal:
                 raise ValueError(f"weight set {name!r} does not fit the model: other shapes for {sorted(unequal)[:5]}.")
         for key in keys.pop(CURRENT):
-            local_part(parameters[key]).copy_(local_part(_put_like(state[f"{CURRENT}/{key}"], parameters[key])))
+            local_part(parameters[key]).copy_(local_part(put_like(state[f"{CURRENT}/{key}"], parameters[key])))
         self._sets = {
-            name: {key: copy_of(_put_like(state[f"{name}/{key}"], parameters[key])) for key in own}
+            name: {key: copy_of(put_like(state[f"{name}/{key}"], parameters[key])) for key in own}
             for name, own in keys.items()
         }
         self._switched_off = switched_off
@@ -187,9 +187,10 @@ def _shape(tensors: Mapping[str, Tensor], key: str) -> torch.Size:
     return tensors.shape(key) if isinstance(tensors, LazyTensors) else whole_shape(tensors[key])
 
 
-def _put_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Sharded as the parameter is, or whole as it is."""
-    return divided_like(tensor if is_divided(parameter) else whole(tensor), parameter)
+def put_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The tensor sharded as the parameter is, or whole as it is; one that is sharded in another way all ask for."""
+    alike = type(shard_of(tensor)) is type(shard_of(parameter))
+    return divided_like(tensor if alike else whole(tensor), parameter)
 
 
 def _taken_out(parameter: nn.Parameter) -> Tensor:

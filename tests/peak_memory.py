@@ -54,5 +54,6 @@ def moves_make_memory() -> Iterator[None]:
         for tensor in (*parameters, *buffers):
             tensor.data = tensor.data.clone()
 
-    with mock.patch.object(Tensor, "to", moved), mock.patch.object(_fsdp_init, "_move_states_to_device", moved_to_shard):
+    moves_of_fsdp = mock.patch.object(_fsdp_init, "_move_states_to_device", moved_to_shard)
+    with mock.patch.object(Tensor, "to", moved), moves_of_fsdp:
         yield

@@ -297,8 +297,6 @@ class Curriculum:
         with self.engine.opening():
             policy = self._policy(config.policy)
             critic = stage_critic(self.config, config, policy, self.device)
-        if critic is not None and CRITIC in self._restored_weights:
-            critic.load_weight_state(self._restored_weights.pop(CRITIC))
         source, rewards = stage_source(self.config, config), stage_rewards(self.config, index, self.device, self.folder)
         objective = build_objective(config.algorithm, critic, rewards.own)
         auxiliary = stage_auxiliary(self.config, config)
@@ -306,6 +304,7 @@ class Curriculum:
         if critic is not None and config.critic is not None:
             optimizers[CRITIC] = (critic.trainable_modules(), config.critic.optimizer)
         self.engine.attach(optimizers)
+        self._restore_weights(critic)
         read = [each.state_dict() for each in (source, auxiliary) if each]
         check_alike(self.engine, f"the data of stage {config.name!r}", repr(read))
         trainer = Trainer(policy, source, rewards, objective, self.engine, config, index, seed, auxiliary)
@@ -328,11 +327,14 @@ class Curriculum:
 
     def _policy(self, name: str) -> Policy:
         if name not in self.policies:
-            policy = build_policy(self.config, name, self.device, built=self._policy)
-            if name in self._restored_weights:
-                policy.load_weight_state(self._restored_weights.pop(name))
-            self.policies[name] = policy
+            self.policies[name] = build_policy(self.config, name, self.device, built=self._policy)
         return self.policies[name]
+
+    def _restore_weights(self, critic: Critic | None) -> None:
+        """Puts the checkpoint's weights into the models that are open, which hold their own parts of them by now."""
+        opened: dict[str, Policy | Critic] = {**self.policies, **({CRITIC: critic} if critic is not None else {})}
+        for name in sorted(opened.keys() & self._restored_weights.keys()):
+            opened[name].load_weight_state(self._restored_weights.pop(name))
 
     def _save(self, stage: OpenStage | None) -> float:
         """Writes a checkpoint and returns the seconds it took. Between stages there is no trainer to save."""

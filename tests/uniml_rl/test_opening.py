@@ -11,8 +11,8 @@ import torch
 from tiny_models_audio import tiny_musicgen
 from tiny_models_diffusion import tiny_stable_diffusion, tiny_stable_diffusion_3, tiny_wan
 from tiny_models_text import tiny_gpt2
-from toy_runs import stage, write_run
 from torch import nn
+from toy_runs import stage, write_run
 from transformers import PreTrainedModel
 
 from modalities import opening, text
@@ -64,7 +64,9 @@ def test_what_will_be_divided_waits_and_all_else_goes_to_the_device(
     trained = {id(part) for module in policy.trainable_modules().values() for part in module.modules()}
     everything = modules_of(policy)
     assert devices(everything[key] for key in trained & everything.keys()) == {"cpu"}
-    assert devices(part for key, part in everything.items() if key not in trained) == ({"meta"} if has_others else set())
+    assert devices(part for key, part in everything.items() if key not in trained) == (
+        {"meta"} if has_others else set()
+    )
     assert policy.device == torch.device("meta"), "on which inputs go"
     whole = config.build("painter", "cpu", 0)
     pairs = zip(policy.trainable_modules().values(), whole.trainable_modules().values(), strict=True)

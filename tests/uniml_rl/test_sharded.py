@@ -117,10 +117,10 @@ def test_a_rank_of_tensor_parallelism_holds_the_planned_half_and_all_of_the_rest
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_no_rank_has_more_than_its_part_and_the_largest_layers_while_it_divides(run: str, results: dict[str, Any]) -> None:
-    """Every move to the device that a GPU would need makes memory here, too."""
+def test_a_rank_never_has_more_than_its_part_and_the_largest_layers(run: str, results: dict[str, Any]) -> None:
+    """Every move to the device that a GPU would need makes memory here, too; whole before it is divided: 1.5 times."""
     found = results[run]
-    assert found["made"] <= 0.525 * found["whole"] + found["largest"] < found["whole"]
+    assert found["made"] <= 0.525 * found["whole"] + found["largest"] < 1.1 * found["whole"]
 
 
 def test_a_gathered_rollout_gathers_each_parameter_once_and_nothing_in_its_passes(results: dict[str, Any]) -> None:

@@ -70,7 +70,9 @@ def test_the_estimate_divides_what_the_plan_does(model: Callable[[Path], Path], 
         assert together[item] == pytest.approx(share * whole[item])
     assert together["rollout"] == whole["rollout"] / 2
     assert together["opening"] == sizes.largest_unit / GIB
-    fsdp = estimate(config.model_copy(update={"engine": TorchEngineConfig(shard="fsdp", tensor_parallel=2)}), 0, known, 8)
+    fsdp = estimate(
+        config.model_copy(update={"engine": TorchEngineConfig(shard="fsdp", tensor_parallel=2)}), 0, known, 8
+    )
     assert fsdp["opening"] == pytest.approx(max(sizes.largest_unit / GIB, share * whole["weights"] * 3 / 4))
 
 

@@ -77,7 +77,7 @@ class Engine(ABC):
         """
 
     def opening(self) -> AbstractContextManager[None]:
-        """Within it policies are built: what `attach` will divide stays in host memory, and no device holds it whole."""
+        """Within it policies are built: what `attach` will divide waits in host memory, so no device holds it whole."""
         return waiting_for_division() if self.divides_weights else nullcontext()
 
     def sampling(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
