@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from uniml_rl.build import StageConfig, build_objective
 from uniml_rl.config import load_yaml
 from uniml_rl.engines.base import Engine
 from uniml_rl.engines.ranks import ending_together, launched
+from uniml_rl.engines.sharded import ShardedEngine
 from uniml_rl.engines.torch_engine import TorchEngineConfig
 from uniml_rl.run import train
 from uniml_rl.trainer import Trainer
@@ -69,7 +71,8 @@ def measure(folder: Path, engine: Engine) -> dict[str, Any]:
     }
     whole = sum(p.nbytes for parts in modules.values() for m in parts.values() for p in m.parameters())
     largest = sizes_of([m for parts in modules.values() for m in parts.values()], 4).largest_unit
-    with moves_make_memory(), Peak() as peak:
+    peak = Peak()
+    with moves_make_memory(), peak if isinstance(engine, ShardedEngine) else nullcontext():
         engine.attach({name: (parts, config.optimizer) for name, parts in modules.items()})
     parameters = [p for parts in modules.values() for m in parts.values() for p in m.parameters()]
     found: dict[str, Any] = {"whole": whole, "parameters": held(parameters), "made": peak.bytes, "largest": largest}

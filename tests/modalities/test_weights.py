@@ -172,7 +172,7 @@ def test_a_state_that_does_not_fit_is_refused_whole() -> None:
     for wrong, message in [
         (missing, r"missing \['m\.0\.bias'\]"),
         (state | {"current/m.9.weight": torch.zeros(1)}, r"unexpected \['m\.9\.weight'\]"),
-        (state | {"current/m.0.bias": torch.zeros(1)}, r"current/m\.0\.bias does not fit .* shape is \(1,\)"),
+        (state | {"current/m.0.bias": torch.zeros(1)}, r"other shapes for \['m\.0\.bias'\]"),
     ]:
         with pytest.raises(ValueError, match=message):
             sets.load_state(wrong)

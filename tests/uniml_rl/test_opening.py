@@ -1,4 +1,4 @@
-"""Where models are while a stage opens. `meta` stands in for a device; `made_memory.py` for what one has to hold."""
+"""Where models are while a stage opens. `meta` stands in for a device; `peak_memory.py` for what one has to hold."""
 
 from __future__ import annotations
 
