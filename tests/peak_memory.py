@@ -10,11 +10,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from modalities.shards import local_part
 
 
 class Peak(TorchDispatchMode):
@@ -37,7 +36,8 @@ class Peak(TorchDispatchMode):
 
 def storages_of(values: Any) -> list[Any]:
     """What is behind the tensors in a nest of them."""
-    return [local_part(value).untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
+    tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    return [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors]
 
 
 @contextmanager
