@@ -106,6 +106,24 @@ def test_steps_norms_clipping_and_skipped_steps_are_torchs(zero: int, offload: s
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [ROWS, ROWS.expand(2, 3, 4)])
+def test_linear_layers_of_zero_3_round_as_torchs_do_in_half_precision(rows: Tensor) -> None:
+    found = []
+    for engine in (TorchEngine("cpu", "bf16"), deepspeed(3, precision="bf16")):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 3))
+        settings = OptimizerSettings(type="sgd", learning_rate=1.0, weight_decay=0.0, gradient_clip=None)
+        engine.attach({"policy": ({"m": module}, settings)})
+        with engine.autocast():
+            output = module(rows)
+        engine.backward(output.float().square().sum())
+        engine.step(0)
+        found.append((output.detach().clone(), weights({"m": module})))
+    (output, updated), (ours, own_updated) = found
+    assert output.dtype == torch.bfloat16 and torch.equal(ours, output)
+    torch.testing.assert_close(own_updated, updated, rtol=0, atol=1e-6)
+
+
 def test_too_many_skipped_steps_end_the_run() -> None:
     engine, modules = deepspeed(2, max_skipped_steps=2), towers()
     engine.attach(optimizers_of(modules))
