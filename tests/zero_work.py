@@ -67,7 +67,34 @@ def check_zero(folder: Path) -> dict[str, bool]:
     assert isinstance(fsdp, DistributedEngine)
     found |= {f"fsdp: {what}": each for what, each in _check_checkpoint(fsdp, folder / "fsdp").items()}
     found |= _check_gathers()
+    found |= _check_single_numbers(fsdp)
     return found | dict.fromkeys(engine.union_of_names([what for what, holds in found.items() if not holds]), False)
+
+
+class Scaled(Tower):
+    """A tower whose outputs a single number scales, as the logits of a CLIP are."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.scale * super().forward(rows)
+
+
+def _check_single_numbers(engine: DistributedEngine) -> dict[str, bool]:
+    """Its gradient is summed and its share of the norm that clips counted once, beside one process with all rows."""
+    rows, found = torch.linspace(-1, 1, 24).view(6, 4), []
+    for each, own in ((TorchEngine("cpu"), rows), (engine, rows.chunk(2)[engine.rank])):
+        module = Scaled()
+        each.attach(optimizers_of({"one": module}, type="sgd", gradient_clip=0.5, learning_rate=0.1))
+        norms = []
+        for step in range(2):
+            each.backward(module(own).square().sum())
+            norms.append(each.step(step).gradient_norm["one"])
+        found.append((torch.cat([whole(p).flatten() for p in module.parameters()]), torch.tensor(norms)))
+    alike = [torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6) for theirs, ours in zip(*found, strict=True)]
+    return {"fsdp: a single number learns": alike[0], "fsdp: a single number in the norm": alike[1]}
 
 
 def _check_shares(engine: DeepSpeedEngine) -> dict[str, bool]:

@@ -17,7 +17,7 @@ from pairs import LIMIT, ends, start_pair
 from torch import Tensor, nn
 from torch.utils import cpp_extension
 from toy_runs import COUNT_A, COUNT_B, held_out, load_run, rows_of, stage, weights_of, write_run
-from zero_work import Tower, optimizers_of
+from zero_work import Scaled, Tower, optimizers_of
 
 from modalities.errors import UserError
 from modalities.lora import LoraSettings, attach_lora, is_untrained
@@ -341,6 +341,12 @@ def test_a_rank_that_is_killed_ends_the_other(tmp_path: Path) -> None:
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_a_single_number_is_refused(zero: int) -> None:
+    with pytest.raises(UserError, match="deepspeed cannot train Scaled, in which scale is a single number"):
+        deepspeed(zero).attach(optimizers_of({"one": Scaled()}))
 
 
 def test_keys_that_nothing_reads_are_refused() -> None:

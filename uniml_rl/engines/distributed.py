@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from modalities.errors import UserError
-from modalities.shards import is_divided, whole
+from modalities.shards import is_divided, local_part, whole
 from uniml_rl.engines.base import StepReport, Value
+from uniml_rl.engines.buckets import sum_gradients
 from uniml_rl.engines.groups import patient_group
 from uniml_rl.engines.optimizers import OptimizerSettings
 from uniml_rl.engines.ranks import exchanging
@@ -70,6 +71,20 @@ class DistributedEngine(TorchEngine):
 
     def _digest_of_weights(self) -> bytes:
         return self._digest if self.divides_weights else digest_of(self._modules)
+
+    @torch.no_grad()
+    def _sum_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Of parameters that ranks with other samples hold alike.
+
+        A non-finite gradient of one rank is one of the sum, so all ranks skip the same steps.
+        """
+        used = self.sum_over_ranks(torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64))
+        # What no rank has used has no gradient, as in one process: an optimizer would move it by its decay.
+        parameters = [p for p, ranks in zip(parameters, used.tolist(), strict=True) if ranks]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        sum_gradients([local_part(p.grad) for p in parameters if p.grad is not None], self.samples)
 
     def step(self, iteration: int) -> StepReport:
         if self.tensor is not None:

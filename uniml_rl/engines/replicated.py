@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from modalities.shards import local_part
 from uniml_rl.engines.base import StepReport
-from uniml_rl.engines.buckets import sum_gradients
 from uniml_rl.engines.distributed import DistributedEngine
 
 
@@ -23,22 +20,11 @@ class ReplicatedEngine(DistributedEngine):
     """
 
     def step(self, iteration: int) -> StepReport:
-        self._sum_gradients()
-        return super().step(iteration)
-
-    @torch.no_grad()
-    def _sum_gradients(self) -> None:
-        """A non-finite gradient of one rank is one of the sum, so all ranks skip the same steps."""
         parameters = [parameter for name in self._optimizers for parameter in self._parameters(name)]
         if self.tensor is not None:
             self.tensor.reduce(parameters)
-        used = self.sum_over_ranks(torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64))
-        # What no rank has used has no gradient, as in one process: an optimizer would move it by its decay.
-        parameters = [p for p, ranks in zip(parameters, used.tolist(), strict=True) if ranks]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        sum_gradients([local_part(p.grad) for p in parameters if p.grad is not None], self.samples)
+        self._sum_gradients(parameters)
+        return super().step(iteration)
 
     def _total_norm(self, parameters: list[nn.Parameter], tensors: list[Tensor]) -> float:
         if self.tensor is None:

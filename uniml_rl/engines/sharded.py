@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from modalities.shards import blocks_of, compute_rows_alone, give_back
+from modalities.opening import put_undivided
+from modalities.shards import blocks_of, compute_rows_alone, give_back, is_divided
 from uniml_rl.engines.base import StepReport
 from uniml_rl.engines.distributed import DistributedEngine
 from uniml_rl.engines.lockstep import Lockstep
@@ -52,6 +53,7 @@ class ShardedEngine(DistributedEngine):
         super()._divide(modules)
         for module in modules.values():
             shard(module, self.mesh)
+            put_undivided(module, self.device)
 
     @contextmanager
     def sampling(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -98,9 +100,14 @@ class ShardedEngine(DistributedEngine):
     def step(self, iteration: int) -> StepReport:
         for module in self._modules.values():
             give_back(module)
+        if whole := [p for name in self._optimizers for p in self._parameters(name) if not is_divided(p)]:
+            self._sum_gradients(whole)
         return super().step(iteration)
 
     def _total_norm(self, parameters: list[nn.Parameter], tensors: list[Tensor]) -> float:
+        if self.mesh.get_local_rank("shard") > 0:  # what all hold whole counts once
+            tensors = [tensor for parameter, tensor in zip(parameters, tensors, strict=True) if is_divided(parameter)]
+            parameters = [parameter for parameter in parameters if is_divided(parameter)]
         if self.tensor is None:
             squares = [tensor.double().square().sum() for tensor in tensors]
             total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
@@ -125,10 +132,14 @@ def units_of(root: FSDPModule) -> list[FSDPModule]:
 
 
 def shard(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Divides the parameters of a module over the mesh, each of its blocks and then the rest as a unit."""
+    """Divides the parameters of a module over the mesh, each of its blocks and then the rest as a unit.
+
+    Single numbers (the scale of a CLIP's logits) stay whole: there is nothing to divide.
+    """
+    numbers = {parameter for parameter in module.parameters() if parameter.ndim == 0}
     for block in blocks_of(module):
-        fully_shard(block, mesh=mesh)
-    root = fully_shard(module, mesh=mesh)
+        fully_shard(block, mesh=mesh, ignored_params=numbers)
+    root = fully_shard(module, mesh=mesh, ignored_params=numbers)
     for unit in units_of(root):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)

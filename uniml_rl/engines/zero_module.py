@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modalities.errors import UserError
 from modalities.opening import put_undivided
 from modalities.shards import blocks_of, is_divided, whole_shape
 from uniml_rl.engines.deepspeed_start import start
@@ -77,6 +78,15 @@ def divide(module: nn.Module, deepspeed: Any, keys: dict[str, Any], device: str)
         put_undivided(module, device)
 
 
+def require_no_single_number(module: nn.Module) -> None:
+    """Raises UserError for what DeepSpeed cannot send from rank 0 to the others."""
+    if numbers := [name for name, parameter in module.named_parameters() if parameter.ndim == 0]:
+        raise UserError(
+            f"engine.type: deepspeed cannot train {type(module).__name__}, in which {', '.join(numbers)} is a single "
+            "number; take type: torch, which can with every `shard`."
+        )
+
+
 class ZeroModule:
     """A module, the part of its optimizer that is here, and DeepSpeed's engine around both.
 
@@ -91,6 +101,7 @@ class ZeroModule:
         offload: str,
         device: str,
     ) -> None:
+        require_no_single_number(module)
         self.module, self.stage = module, stage
         self.offloads = offload != "none"
         self.parameters: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
