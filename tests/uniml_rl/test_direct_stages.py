@@ -237,7 +237,7 @@ def test_a_reward_without_a_gradient_is_found_before_the_training(tmp_path: Path
     size = {"type": "jpeg_size", "weight": 0.0}
     check_from_yaml(write(tmp_path, images["policies"], stage("x", "draft", rewards=RED | {"size": size}, **online)))
     path = write(tmp_path, images["policies"], stage("x", "draft", rewards={"size": size | {"weight": 1.0}}, **online))
-    with pytest.raises(UserError, match=r"stages\.x: rewards: .*Without a gradient: size"):
+    with pytest.raises(UserError, match=r"stages\.x\.rewards: .*Without a gradient: size"):
         check_from_yaml(path)
 
 
@@ -294,7 +294,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"algorithm": "sft", "rewards": {"a": {"type": "regex", "pattern": "a"}}},
         "rewards: is not",
     ),
-    "groups of records": ({"algorithm": "sft", "group_size": 2}, "group_size: is not read"),
+    "groups of records": ({"algorithm": "sft", "group_size": 2}, "group_size: 2: is not read"),
     "no end": ({"algorithm": "sft", "until": {"reward": {"threshold": 1}}}, "records have no rewards to wait for"),
     "pairs of single samples": ({"algorithm": "dpo"}, "a record holds 1: .* Use records of `type: preferences`"),
     "nothing undesirable": ({"algorithm": "kto"}, "every sample is desirable"),
@@ -305,7 +305,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nothing to imitate beside": (
         {"algorithm": "dpo", "records": "preferences", "auxiliary": "undesirable"},
-        "auxiliary: records: no sample has the label 1",
+        r"auxiliary\.records: no sample has the label 1",
     ),
     "more steps than records": ({"algorithm": {"name": "sft", "minibatches": 9}}, "cannot share the 8 records of an"),
     "one field for both": (

@@ -3,12 +3,15 @@
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from pairs import ends, free_port, start_pair
+from toy_runs import stage, write_run
 
 from uniml_rl.engines import meeting
 from uniml_rl.engines.endings import MISTAKE, EndedByAnotherRankError
+from uniml_rl.run import train_from_yaml
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +70,13 @@ def test_a_run_that_is_refused_at_once_says_one_line_among_all_ranks() -> None:
     assert [code for code, _, _ in ended] == [MISTAKE, MISTAKE]
     said = [line for _, out, err in ended for line in (out + err).splitlines()]
     assert [line for line in said if "waits for rank" not in line] == ["Error: there is no file 'missing.yaml'"]
+
+
+def test_a_refusal_by_rank_0_alone_ends_the_others_that_wait_for_it_with_its_code(tmp_path: Path) -> None:
+    """They wait for torch's process group, whose store goes with rank 0."""
+    path = write_run(tmp_path, stage(tmp_path), engine={"type": "torch", "device": "cpu", "shard": "ddp"})
+    train_from_yaml(path, [], tmp_path / "run")
+    ended = ends(start_pair(["-m", "uniml_rl", "train", str(path), "seed=1", "--folder", str(tmp_path / "run")]))
+    assert [code for code, _, _ in ended] == [MISTAKE, MISTAKE]
+    assert "holds a run of another configuration" in ended[0][2]
+    assert "Error" not in ended[1][2] and "Traceback" not in ended[1][2]

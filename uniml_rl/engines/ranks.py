@@ -31,9 +31,9 @@ from uniml_rl.engines.groups import Launch
 from uniml_rl.engines.meeting import PATIENCE, launcher_keeps_store, meet, reason
 from uniml_rl.engines.phases import Phase
 
-_POLL, _GRACE, _FAREWELL = 0.5, 10.0, 5.0
-"""Seconds: between two looks for an ending, until a rank that does not notice by itself is ended, and for which rank 0
-stays so that the others can read why."""
+_POLL, _GRACE, _GRACE_AT_START, _FAREWELL = 0.5, 10.0, 1.0, 5.0
+"""Seconds: between two looks for an ending, until a rank that does not notice by itself is ended (before a stage has
+begun, where it has nothing to lose), and for which rank 0 stays so that the others can read why."""
 _HEARTBEAT = 5.0
 """Seconds after which a rank says again where it is, though nothing has changed."""
 _ENDED, _LEFT, _PHASE = "ended", "left", "phase-{}"
@@ -119,6 +119,7 @@ class _Meeting:
         # torchrun keeps the store over its restarts, so what is there already is the ending of an earlier attempt.
         self.stale = store.get(_ENDED).decode() if launcher_keeps_store() and store.check([_ENDED]) else ""
         self.seen: dict[int, str] = {}
+        self._ending = ""  # how another rank has ended the run, as soon as it is known
         self._said, self._said_at = Phase(), 0.0
         self._over = threading.Event()
         self._watch = threading.Thread(target=self._watched, daemon=True)
@@ -143,7 +144,10 @@ class _Meeting:
                 said = self.store.get(_ENDED).decode() if self.store.check([_ENDED]) else self.stale
             except RuntimeError:  # the store is gone; the next exchange says what happened
                 return
-        if said == self.stale or self._over.wait(_GRACE):
+        if said == self.stale:
+            return
+        self._ending = said
+        if self._over.wait(_GRACE if phases.now().stage else _GRACE_AT_START):
             return
         ending = json.loads(said)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -160,8 +164,10 @@ class _Meeting:
         own = json.dumps({"rank": self.launch.rank, "exit_code": _exit_code(error), "at": time.time()})
         try:
             said = self.store.compare_set(_ENDED, self.stale, own).decode()
-        except RuntimeError:  # the store died with the process that kept it, so nobody else can say why
-            return self._with_phases(error)
+        except RuntimeError:  # the store died with the process that kept it
+            if not self._ending:  # and nobody else can say why
+                return self._with_phases(error)
+            said = self._ending
         ending = json.loads(said)
         if ending["rank"] == self.launch.rank:
             error = self._with_phases(error)
@@ -179,7 +185,8 @@ class _Meeting:
     def _say_phase(self) -> None:
         if phases.now() is not self._said or time.monotonic() - self._said_at > _HEARTBEAT:
             self._said, self._said_at = phases.now(), time.monotonic()
-            self.store.set(_PHASE.format(self.launch.rank), f"{time.time()} {self._said.dumps()}")
+            self.seen[self.launch.rank] = f"{time.time()} {self._said.dumps()}"
+            self.store.set(_PHASE.format(self.launch.rank), self.seen[self.launch.rank])
 
     def _read_phase(self, rank: int) -> None:
         if self.store.check([_PHASE.format(rank)]):
