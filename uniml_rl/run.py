@@ -26,7 +26,7 @@ from uniml_rl.monitor.progress import Progress
 from uniml_rl.monitor.report import write_report
 from uniml_rl.monitor.writer import MetricsWriter
 from uniml_rl.planner import available_memory, plan_rollouts
-from uniml_rl.run_folder import check_folder, folder_of, locked, save_config
+from uniml_rl.run_folder import check_folder, engine_changes, folder_of, locked, save_config
 from uniml_rl.stopping import Stop
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,11 @@ def train_from_yaml(
 
 def train(config: RunConfig, loaded: LoadedConfig, folder: Path, stop: Stop | None = None) -> None:
     """Runs or continues a validated configuration in its folder, and writes the report at the end."""
-    with closing(config.engine.build()) as engine:
+    try:
+        engine = config.engine.build()
+    except UserError as error:
+        raise loaded.error(("engine",), str(error)) from error
+    with closing(engine):
         _train(config, loaded, folder, stop or Stop(), engine)
 
 
@@ -80,7 +84,7 @@ def _train(config: RunConfig, loaded: LoadedConfig, folder: Path, stop: Stop, en
         else:
             if manifest is not None:
                 progress.note(f"{folder}: continuing after {curriculum.position.total_iterations} iterations.")
-                for line in environment_changes(manifest):
+                for line in [*environment_changes(manifest), *engine_changes(folder, config)]:
                     progress.note(f"changed since the checkpoint, so bits may differ: {line}")
             progress.activity("checking the configuration")
             known = preflight(config, loaded)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from modalities.errors import UserError
 from uniml_rl.build import RunConfig
@@ -58,17 +59,31 @@ def _leave(folder: Path, files: set[str], folders: list[Path]) -> None:
 
 
 def save_config(folder: Path, config: RunConfig) -> None:
-    """Saves the resolved configuration with a new run, which has passed every check: a wrong one claims no folder."""
+    """Saves the resolved configuration of a run that has passed every check: a wrong one claims no folder."""
+    saved = folder / CONFIG_FILE
+    aside = saved.with_suffix(".writing")
+    aside.write_text(resolved_dump(config), encoding="utf-8")
+    aside.rename(saved)
+
+
+def engine_changes(folder: Path, config: RunConfig) -> list[str]:
+    """A line for each key of the engine that the run had otherwise when it was last started."""
     saved = folder / CONFIG_FILE
     if not saved.exists():
-        aside = saved.with_suffix(".writing")
-        aside.write_text(resolved_dump(config), encoding="utf-8")
-        aside.rename(saved)
+        return []
+    old = load_yaml(saved).values.get("engine", {})
+    return difference({"engine": old}, {"engine": config.model_dump(mode="json", by_alias=True)["engine"]})
+
+
+def _as_one_run(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes a run this one: not where it is written, nor how its work is divided, but what it rounds to."""
+    engine = config.get("engine") or {}
+    return {**config, "folder": None, "engine": {"precision": engine.get("precision", "fp32")}}
 
 
 def check_folder(folder: Path, config: RunConfig, loaded: LoadedConfig) -> None:
     """Raises UserError with the differences, and where they are written, if the folder holds a run of another
-    configuration.
+    configuration. A run may go on with another engine, in the same precision.
     """
     saved = folder / CONFIG_FILE
     if not saved.exists():
@@ -77,7 +92,7 @@ def check_folder(folder: Path, config: RunConfig, loaded: LoadedConfig) -> None:
     with suppress(UserError):  # with the defaults of keys that an earlier version did not have
         old = validate(RunConfig, load_yaml(saved)).model_dump(mode="json", by_alias=True)
     new = config.model_dump(mode="json", by_alias=True)
-    lines = difference({**old, "folder": None}, {**new, "folder": None})
+    lines = difference(_as_one_run(old), _as_one_run(new))
     if lines:
         listed = "\n  ".join(f"{_where(loaded, line.partition(':')[0])}: {line}" for line in lines)
         raise UserError(

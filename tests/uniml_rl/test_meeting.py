@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from pairs import ends, free_port, start_pair
+from pairs import ends, free_port, start, start_pair
 from toy_runs import stage, write_run
 
 from uniml_rl.engines import meeting
@@ -66,10 +66,14 @@ def test_a_first_rank_that_does_not_come_is_not_awaited_for_ever() -> None:
 
 
 def test_a_run_that_is_refused_at_once_says_one_line_among_all_ranks() -> None:
-    ended = ends(start_pair(["-m", "uniml_rl", "train", "missing.yaml"]))
+    command = ["-m", "uniml_rl", "train", "missing.yaml"]
+    ended = ends(start_pair(command))
     assert [code for code, _, _ in ended] == [MISTAKE, MISTAKE]
     said = [line for _, out, err in ended for line in (out + err).splitlines()]
     assert [line for line in said if "waits for rank" not in line] == ["Error: there is no file 'missing.yaml'"]
+    launcher = ["-m", "uniml_rl.torchrun", "--standalone", "--nproc-per-node", "3"]  # whose store outlives the ranks
+    ((code, out, err),) = ends([start([*launcher, *command], {})])
+    assert code == MISTAKE and (out + err).count("Error: there is no file") == 1
 
 
 def test_a_refusal_by_rank_0_alone_ends_the_others_that_wait_for_it_with_its_code(tmp_path: Path) -> None:

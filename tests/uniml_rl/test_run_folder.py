@@ -1,9 +1,11 @@
 """What a run leaves in its folder when it is refused, and whose folder it is."""
 
+import shutil
 from pathlib import Path
 
 import pytest
-from toy_runs import TOY, load_run, stage, write_run
+import torch
+from toy_runs import TOY, load_run, stage, weights_of, write_run
 
 from modalities.errors import UserError
 from uniml_rl.check import check_from_yaml
@@ -56,6 +58,26 @@ def test_check_refuses_a_folder_of_another_configuration_as_train_does(tmp_path:
             use(config, changed)
         assert f"{folder} holds a run of another configuration" in str(caught.value)
         assert all(line in str(caught.value) for line in lines)
+
+
+def test_a_run_goes_on_with_another_engine_of_the_same_precision_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {}
+    for name, engine in (("whole", []), ("changed", ["engine={type: deepspeed, device: cpu, zero: 2}"])):
+        config = write_run(tmp_path, stage(tmp_path, until={"iterations": 4}), checkpoint={"every": 1, "keep": 9})
+        runs[name] = tmp_path / name
+        train_from_yaml(config, [], runs[name])
+        if engine:
+            for count in (3, 4):
+                shutil.rmtree(runs[name] / "checkpoints" / f"iteration-{count:06d}")
+            capsys.readouterr()
+            with pytest.raises(UserError, match=r"engine\.precision: fp32 -> bf16"):
+                train_from_yaml(config, ["engine.precision=bf16"], runs[name])
+            train_from_yaml(config, engine, runs[name])
+            said = " ".join(capsys.readouterr().out.split())
+            assert "continuing after 2 iterations" in said and "engine.type: torch -> deepspeed" in said
+    torch.testing.assert_close(weights_of(runs["changed"]), weights_of(runs["whole"]), rtol=0, atol=1e-5)
 
 
 def test_what_differs_is_named_with_its_line(tmp_path: Path) -> None:

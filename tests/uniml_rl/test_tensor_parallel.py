@@ -95,7 +95,7 @@ def test_numbers_of_processes_that_do_not_fit_are_refused(monkeypatch: pytest.Mo
     assert type(config.build()) is TorchEngine  # one process is the same as ever
     for name, value in zip(LAUNCHER, ("0", "0", "3", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=r"engine\.tensor_parallel: 3 processes cannot be divided into groups of 2"):
+    with pytest.raises(UserError, match=r"tensor_parallel: 3 processes cannot be divided into groups of 2"):
         config.build()
     with pytest.raises(ValueError, match="tensor_parallel: shard: none is one process"):
         TorchEngineConfig(tensor_parallel=2)

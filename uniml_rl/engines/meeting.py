@@ -23,6 +23,8 @@ _SILENCE, _AGAIN, _POLL = 5.0, 60.0, 0.1
 _REQUEST = timedelta(minutes=10)
 """Longest wait for one answer of the store."""
 _COME, _HERE = "come", "here-{}"
+ENDED = "ended"
+"""Under which the first rank that ends says so."""
 
 
 def launcher_keeps_store() -> bool:
@@ -35,22 +37,25 @@ def reason(error: Exception) -> str:
     return re.sub(r"^\[\S+\] ", "", str(error)).split("\n")[0].split(". ")[0].rstrip(".")
 
 
-def meet(rank: int, world_size: int, patience: float) -> dist.Store:
-    """The store of the run, once every rank has come to it.
+def meet(rank: int, world_size: int, patience: float) -> tuple[dist.Store, str]:
+    """The store of the run, once every rank has come to it, and how an earlier attempt ended, if that is in it still.
 
     After some seconds stderr says which ranks are awaited. Raises UserError if they have not come after `patience`
     seconds, EndedByAnotherRankError where another rank says so, and LostRankError if the store is gone.
     """
     waiting = _Waiting(rank, world_size, patience)
     store = _store(waiting)
+    kept = dist.PrefixStore("uniml-rl", store)
     try:
+        # Before any of these ranks can have ended, which they do after all have come.
+        stale = kept.get(ENDED).decode() if launcher_keeps_store() and kept.check([ENDED]) else ""
         _await_all(dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), waiting)
     except RuntimeError as error:
         raise LostRankError(
             f"rank {rank} of {world_size} lost the meeting point before all had come ({reason(error)}): rank 0, or the "
             "launcher, has ended."
         ) from error
-    return store
+    return kept, stale
 
 
 class _Waiting:

@@ -28,7 +28,7 @@ from uniml_rl.engines.endings import (
     StoppedError,
 )
 from uniml_rl.engines.groups import Launch
-from uniml_rl.engines.meeting import PATIENCE, launcher_keeps_store, meet, reason
+from uniml_rl.engines.meeting import ENDED, PATIENCE, launcher_keeps_store, meet, reason
 from uniml_rl.engines.phases import Phase
 
 _POLL, _GRACE, _GRACE_AT_START, _FAREWELL = 0.5, 10.0, 1.0, 5.0
@@ -36,7 +36,7 @@ _POLL, _GRACE, _GRACE_AT_START, _FAREWELL = 0.5, 10.0, 1.0, 5.0
 begun, where it has nothing to lose), and for which rank 0 stays so that the others can read why."""
 _HEARTBEAT = 5.0
 """Seconds after which a rank says again where it is, though nothing has changed."""
-_ENDED, _LEFT, _PHASE = "ended", "left", "phase-{}"
+_LEFT, _PHASE = "left", "phase-{}"
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
@@ -96,7 +96,7 @@ def ending_together(launch: Launch, patience: float = PATIENCE) -> Iterator[None
     if launch.world_size == 1:
         yield
         return
-    meeting = _Meeting(launch, dist.PrefixStore("uniml-rl", meet(launch.rank, launch.world_size, patience)))
+    meeting = _Meeting(launch, *meet(launch.rank, launch.world_size, patience))
     try:
         yield
     except BaseException as error:
@@ -114,10 +114,8 @@ def _exit_code(error: BaseException) -> int:
 class _Meeting:
     """What the ranks tell one another besides their exchanges, in a store: how the run ended, and where each is."""
 
-    def __init__(self, launch: Launch, store: dist.Store) -> None:
-        self.launch, self.store = launch, store
-        # torchrun keeps the store over its restarts, so what is there already is the ending of an earlier attempt.
-        self.stale = store.get(_ENDED).decode() if launcher_keeps_store() and store.check([_ENDED]) else ""
+    def __init__(self, launch: Launch, store: dist.Store, stale: str) -> None:
+        self.launch, self.store, self.stale = launch, store, stale
         self.seen: dict[int, str] = {}
         self._ending = ""  # how another rank has ended the run, as soon as it is known
         self._said, self._said_at = Phase(), 0.0
@@ -141,7 +139,7 @@ class _Meeting:
                 self._say_phase()
                 if self.launch.rank != 0:
                     self._read_phase(0)  # while its process lives, which may be the one that keeps the store
-                said = self.store.get(_ENDED).decode() if self.store.check([_ENDED]) else self.stale
+                said = self.store.get(ENDED).decode() if self.store.check([ENDED]) else self.stale
             except RuntimeError:  # the store is gone; the next exchange says what happened
                 return
         if said == self.stale:
@@ -163,7 +161,7 @@ class _Meeting:
         """Says to the other ranks that the run ends. The error itself if no rank was faster."""
         own = json.dumps({"rank": self.launch.rank, "exit_code": _exit_code(error), "at": time.time()})
         try:
-            said = self.store.compare_set(_ENDED, self.stale, own).decode()
+            said = self.store.compare_set(ENDED, self.stale, own).decode()
         except RuntimeError:  # the store died with the process that kept it
             if not self._ending:  # and nobody else can say why
                 return self._with_phases(error)
