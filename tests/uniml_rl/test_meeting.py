@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from pairs import ends, free_port, start, start_pair
 from toy_runs import stage, write_run
 
 from uniml_rl.engines import meeting
-from uniml_rl.engines.endings import MISTAKE, EndedByAnotherRankError
+from uniml_rl.engines.deepspeed_engine import DeepSpeedEngineConfig
+from uniml_rl.engines.endings import MISTAKE, EndedByAnotherRankError, LostRankError
+from uniml_rl.engines.ranks import as_lost_rank
 from uniml_rl.run import train_from_yaml
 
 
@@ -84,3 +87,19 @@ def test_a_refusal_by_rank_0_alone_ends_the_others_that_wait_for_it_with_its_cod
     assert [code for code, _, _ in ended] == [MISTAKE, MISTAKE]
     assert "holds a run of another configuration" in ended[0][2]
     assert "Error" not in ended[1][2] and "Traceback" not in ended[1][2]
+
+
+def test_what_fails_in_an_exchange_of_a_library_is_a_lost_rank_and_other_errors_are_not() -> None:
+    """FSDP gathers weights, and tensor parallelism sums activations, inside of a model's passes."""
+    engine = DeepSpeedEngineConfig(device="cpu").build()  # has a process group of its own
+    try:
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            torch.distributed.all_gather_into_tensor(torch.zeros(3), torch.zeros(2))
+        found = as_lost_rank(RuntimeError("reset by peer").with_traceback(caught.value.__traceback__))
+        assert isinstance(found, LostRankError)
+        assert "rank 0 of 1 lost another one while running a model" in str(found) and "reset by peer" in str(found)
+        with pytest.raises(RuntimeError) as other:
+            torch.zeros(2) @ torch.zeros(3)
+        assert as_lost_rank(other.value) is other.value
+    finally:
+        engine.close()

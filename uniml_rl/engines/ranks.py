@@ -7,7 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -38,6 +39,7 @@ _HEARTBEAT = 5.0
 """Seconds after which a rank says again where it is, though nothing has changed."""
 _LEFT, _PHASE = "left", "phase-{}"
 _PACKAGE = str(Path(__file__).resolve().parents[1])
+_EXCHANGES = str(Path(dist.__file__).parent)
 
 
 def launched() -> Launch:
@@ -77,11 +79,24 @@ def exchanging(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch has no narrower class for all of its backends
-        raise LostRankError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()} lost another one while {what}, in "
-            f"{_place(sys._getframe())}: {reason(error)}. A process was killed, a node or the network failed, or "
-            "engine.timeout_seconds passed. The same command continues from the last checkpoint."
-        ) from error
+        raise _lost(what, error, _place(_outward(sys._getframe()))) from error
+
+
+def _lost(what: str, error: RuntimeError, place: str) -> LostRankError:
+    return LostRankError(
+        f"rank {dist.get_rank()} of {dist.get_world_size()} lost another one while {what}, in {place}: "
+        f"{reason(error)}. A process was killed, a node or the network failed, or engine.timeout_seconds passed. The "
+        "same command continues from the last checkpoint."
+    )
+
+
+def as_lost_rank(error: BaseException) -> BaseException:
+    """A LostRankError in place of what came out of an exchange that a library makes inside of a model's pass."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    comes_from_exchange = any(frame.f_code.co_filename.startswith(_EXCHANGES) for frame in frames[:4])
+    if not (isinstance(error, RuntimeError) and comes_from_exchange and dist.is_initialized()):
+        return error
+    return _lost("running a model", error, _place(frames))
 
 
 @contextmanager
@@ -100,7 +115,7 @@ def ending_together(launch: Launch, patience: float = PATIENCE) -> Iterator[None
     try:
         yield
     except BaseException as error:
-        raise meeting.first_to_end(error) from error
+        raise meeting.first_to_end(as_lost_rank(error)) from error
     finally:
         meeting.stop_watching()
         groups.end()
@@ -151,7 +166,7 @@ class _Meeting:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         print(
             f"rank {self.launch.rank} ends, because rank {ending['rank']} did; it was in {phases.now()}, in "
-            f"{_place(frame)}.",
+            f"{_place(_outward(frame))}.",
             file=sys.stderr,
             flush=True,
         )
@@ -211,12 +226,18 @@ def _when(said: str | None) -> str:
     return f"{phase} for {time.time() - phase.since:.0f} s{heard}"
 
 
-def _place(frame: FrameType | None) -> str:
-    """The innermost functions of this package outside of its engines, outermost first: the phase of the run."""
-    names: list[str] = []
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _place(frames: Iterable[FrameType]) -> str:
+    """Of frames, innermost first, the innermost functions of this package outside of its engines, outermost first: the
+    phase of the run."""
+    names: list[str] = []
+    for frame in frames:
         path = frame.f_code.co_filename
         if path.startswith(_PACKAGE) and not path.startswith(str(Path(_PACKAGE) / "engines")):
             names.append(f"{Path(path).stem}.{frame.f_code.co_name}")
-        frame = frame.f_back
     return " > ".join(reversed(names[:3])) or "its start"
