@@ -53,10 +53,10 @@ class Letters:
 
 def make_trainer(folder: Path, engine: Engine, scores: Letters | None = None, seed: int = 0, **keys: Any) -> Trainer:
     config = StageConfig.model_validate(stage(folder, **keys))
-    policy = ToyPolicy("letters")
     critic = None
-    if config.critic is not None:
-        with ONE_AT_A_TIME:  # a head is initialised from the global generator, which threads share
+    with ONE_AT_A_TIME:  # layers are initialised from the global generator, which threads share
+        policy = ToyPolicy("letters")
+        if config.critic is not None:
             critic = Critic(ValueHead(len(LETTERS), 4, seed=0), None, config.critic.trunk_gradient)
     objective = PolicyGradientObjective(config.algorithm, critic)
     optimizers = {"letters": (policy.trainable_modules(), config.optimizer)}
