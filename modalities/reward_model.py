@@ -7,6 +7,7 @@ beta = 1, DPO's -log sigmoid(beta (log p(chosen) - log p(rejected))) is the Brad
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,9 +61,9 @@ class RewardModelConfig(PolicyConfig):
         require_float32_when_trained(self.dtype, self.lora)
         return self
 
+    @abstractmethod
     def load(self, seed: int, meta: bool = False) -> Scorer:
         """The model and what it reads prompts with; a new head is drawn from `seed`. `meta` reads no weights."""
-        raise NotImplementedError
 
     def inspect(self) -> PolicySummary:
         """Counts on the meta device, from the model's configuration and the headers of its weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +39,7 @@ class TooLongError(UserError):
     """A text has more tokens than the model reads."""
 
 
-class Scorer(nn.Module):
+class Scorer(nn.Module, ABC):
     """A frozen or trainable model that scores samples; its dropout is off."""
 
     kind: Literal["text", "image"]
@@ -46,21 +47,21 @@ class Scorer(nn.Module):
     reads: int | None = None
     """Tokens of prompt and sample together that it can read; None: any number."""
 
+    @abstractmethod
     def inputs(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> ScorerInputs:
         """What `forward` reads of B samples, with the gradient to their pixels."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, inputs: ScorerInputs) -> Tensor:
         """[B] float32 scores."""
-        raise NotImplementedError
 
+    @abstractmethod
     def adapt(self, lora: LoraSettings, seed: int) -> None:
         """Freezes all but the scalar head and adds an adapter."""
-        raise NotImplementedError
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Writes a folder that plain transformers loads, its adapter merged and also beside it."""
-        raise NotImplementedError
 
 
 class TextScorer(Scorer):

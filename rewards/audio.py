@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -19,9 +20,9 @@ class AudioReward(Reward):
     kinds = frozenset({"audio"})
     differentiable = True
 
+    @abstractmethod
     def score_audio(self, sample: Audio) -> Tensor:
         """[] float32."""
-        raise NotImplementedError
 
     def score(self, samples: Sequence[Any], prompts: Sequence[Prompt]) -> Tensor:
         """[B] float32."""

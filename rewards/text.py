@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -52,9 +53,9 @@ class TextReward(Reward):
 
     kinds = frozenset({"text"})
 
+    @abstractmethod
     def score_text(self, sample: Text, prompt: Prompt) -> float:
         """The score of one text; NaN where there is nothing to score against."""
-        raise NotImplementedError
 
     def score(self, samples: Sequence[Any], prompts: Sequence[Prompt]) -> Tensor:
         """[B] float32."""

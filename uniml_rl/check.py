@@ -44,16 +44,16 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> Known:
     folder that is incomplete or of the wrong kind, prompts that do not fit, a reward or an algorithm that does not fit
     the policy. Warns of what may be done and is hardly meant. No weights of policies are read.
     """
-    with _said_at(loaded, ("engine",)) as doubts:
+    with said_at(loaded, ("engine",)) as doubts:
         config.engine.require()
         device = config.engine.resolve_device()
         doubts += [((key,), doubt) for key, doubt in config.engine.doubts(launched().local_world_size)]
-    with _said_at(loaded, ("seed",)):
+    with said_at(loaded, ("seed",)):
         seeded_generator(config.seed)
     summaries: dict[str, PolicySummary] = {}
     longest_prompts, reward_bytes = [], []
     for name in config.policies:
-        with _said_at(loaded, ("policies", name)):
+        with said_at(loaded, ("policies", name)):
             summaries[name] = inspect_policy(config, name, device)
             if summaries[name].weights.trainable == 0:
                 raise UserError("nothing in it is trainable.")
@@ -62,16 +62,16 @@ def preflight(config: RunConfig, loaded: LoadedConfig) -> Known:
         place: KeyPath = ("stages", index)
         for key, owner in (((), stage), (("critic",), stage.critic)):
             if owner is not None:
-                with _said_at(loaded, (*place, *key, "optimizer")):
+                with said_at(loaded, (*place, *key, "optimizer")):
                     config.engine.require_optimizer(owner.optimizer)
-        with _said_at(loaded, place) as doubts:
+        with said_at(loaded, place) as doubts:
             found = _check_stage(config, stage, summaries)
             doubts += found.doubts
         if stage.auxiliary is not None:
-            with _said_at(loaded, (*place, "auxiliary")):
+            with said_at(loaded, (*place, "auxiliary")):
                 _check_records(stage.auxiliary.records, config.seed, summaries[stage.policy], stage.auxiliary.algorithm)
         if stage.evaluation is not None:
-            with _said_at(loaded, (*place, "evaluation")) as doubts:
+            with said_at(loaded, (*place, "evaluation")) as doubts:
                 of_evaluation = _check_evaluation(config, stage, stage.evaluation, summaries)
                 doubts += of_evaluation.doubts
                 found.reward_bytes += of_evaluation.reward_bytes
@@ -104,7 +104,7 @@ def check_shares(config: RunConfig, loaded: LoadedConfig, ranks: int) -> None:
 
 
 @contextmanager
-def _said_at(loaded: LoadedConfig, place: KeyPath) -> Iterator[list[Doubt]]:
+def said_at(loaded: LoadedConfig, place: KeyPath) -> Iterator[list[Doubt]]:
     """Puts file, line and key before a mistake's message, and warns of the doubts that it was given."""
     doubts: list[Doubt] = []
     try:
@@ -263,7 +263,7 @@ def check_from_yaml(path: str | Path, overrides: Sequence[str] = (), ranks: int 
     launch = launched()
     ranks = launch.world_size if ranks is None else ranks
     on_node = launch.local_world_size if ranks == launch.world_size else ranks
-    with _said_at(loaded, ("engine",)):
+    with said_at(loaded, ("engine",)):
         config.engine.splits(ranks)
     check_shares(config, loaded, max(1, ranks // getattr(config.engine, "tensor_parallel", 1)))
     known = preflight(config, loaded)

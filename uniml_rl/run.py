@@ -13,7 +13,7 @@ from rich.console import Console
 from modalities.errors import UserError
 from uniml_rl.alike import check_alike
 from uniml_rl.build import RunConfig
-from uniml_rl.check import check_shares, preflight
+from uniml_rl.check import check_shares, preflight, said_at
 from uniml_rl.checkpoint import environment_changes
 from uniml_rl.config import LoadedConfig, load_yaml, resolved_dump, validate
 from uniml_rl.curriculum import Curriculum
@@ -62,10 +62,8 @@ def train_from_yaml(
 
 def train(config: RunConfig, loaded: LoadedConfig, folder: Path, stop: Stop | None = None) -> None:
     """Runs or continues a validated configuration in its folder, and writes the report at the end."""
-    try:
+    with said_at(loaded, ("engine",)):
         engine = config.engine.build()
-    except UserError as error:
-        raise loaded.error(("engine",), str(error)) from error
     with closing(engine):
         _train(config, loaded, folder, stop or Stop(), engine)
 

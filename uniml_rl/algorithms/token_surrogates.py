@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -46,9 +47,9 @@ class Surrogate(Settings):
     def check(self, unit: LogProbUnit | None, kind: str | None) -> None:
         """Raises UserError where it does not fit a segment's unit of log-probs or its kind."""
 
+    @abstractmethod
     def terms(self, inputs: SurrogateInputs) -> SurrogateTerms:
         """The loss of each decision."""
-        raise NotImplementedError
 
 
 def _width(given: float | None, schedule: RangeSchedule | None, inputs: SurrogateInputs) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import io
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,9 +136,9 @@ class RecordsConfig(RecordFiles):
         stream.first(1)  # images of a kind that cannot be read at all are found before the training starts
         return stream
 
+    @abstractmethod
     def samples_and_labels(self, record: RawRecord) -> tuple[tuple[Given, ...], tuple[float, ...]]:
         """The samples of a record as it holds them, and the label of each."""
-        raise NotImplementedError
 
     def given(self, record: RawRecord, key: str, names: Sequence[str]) -> Given:
         """The sample in the first of the fields `names` that the record has; `key` is the setting that names them."""

@@ -34,7 +34,7 @@ class DistributedEngine(TorchEngine):
         self.tensor = tensor
         self.samples = None if tensor is None else tensor.samples
         self.rank, self.world_size = dist.get_rank(self.samples), dist.get_world_size(self.samples)
-        self.divides_weights = tensor is not None
+        self.divides_weights = self.divides_weights or tensor is not None
         self._modules: dict[str, nn.Module] = {}
         self._digest = b""
         self._patient = patient_group()

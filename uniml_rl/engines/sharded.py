@@ -47,7 +47,6 @@ class ShardedEngine(DistributedEngine):
         super().__init__(device, precision, max_skipped_steps, tensor)
         self.mesh = mesh
         self.gathered_rollouts = gathered_rollouts
-        self.divides_weights = True
 
     def _divide(self, modules: Mapping[str, nn.Module]) -> None:
         super()._divide(modules)
