@@ -14,6 +14,7 @@ class UserError(ValueError):
 
 
 def did_you_mean(value: str, allowed: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` for the allowed name nearest to `value`, else the empty string."""
-    nearest = difflib.get_close_matches(value, list(allowed), n=1, cutoff=0.5)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+    """`"; did you mean 'x'?"` for the allowed name nearest to `value`, in whatever case, else the empty string."""
+    by_lower_case = {name.lower(): name for name in allowed}
+    nearest = difflib.get_close_matches(value.lower(), list(by_lower_case), n=1, cutoff=0.5)
+    return f"; did you mean {by_lower_case[nearest[0]]!r}?" if nearest else ""

@@ -5,8 +5,8 @@ Nothing here knows a component by name; `build.py` brings the schema, `families.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -78,20 +78,23 @@ class _Place:
     allowed: list[Option]
     models: list[type[BaseModel]]
     """The blocks that the last key of the path was looked up in."""
+    chosen_from: list[TypedBlock]
+    """Those of them that a `type` chooses."""
 
 
 def _locate(item: Mapping[str, Any], schema: type[BaseModel], values: Any) -> _Place:
     """Follows an error's location through schema and values, without pydantic's labels of the members of unions."""
-    place, value, location = _Place((), options(schema), []), values, item["loc"]
+    place, value, location = _Place((), options(schema), [], []), values, item["loc"]
     for key in location:
         below = [option for parent in place.allowed for option in parent.below(key, value)]
         held = key in value if isinstance(value, Mapping) else isinstance(value, list) and key in range(len(value))
         if below or held or (key == location[-1] and item["type"] in ("extra_forbidden", "missing")):
             models = [model for option in place.allowed if (model := option.model(value)) is not None]
-            place, value = _Place((*place.path, key), below, models), value[key] if held else None
+            chosen_from = [option.kind for option in place.allowed if isinstance(option.kind, TypedBlock)]
+            place, value = _Place((*place.path, key), below, models, chosen_from), value[key] if held else None
         else:
             tagged = [option for option in place.allowed if option.has_label(key)]
-            place = _Place(place.path, tagged or place.allowed, place.models)
+            place = replace(place, allowed=tagged or place.allowed)
     return place
 
 
@@ -99,7 +102,7 @@ def _explain(item: Mapping[str, Any], place: _Place) -> tuple[KeyPath, str, bool
     """Key path, explanation, and whether the mistake is a value of the wrong kind."""
     kind, path, allowed, given = item["type"], place.path, place.allowed, item["input"]
     if kind == "extra_forbidden":
-        return path, _unknown_key(str(path[-1]), place.models), False
+        return path, _unknown_key(str(path[-1]), place), False
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         path, given = (*path, "type"), given.get("type", {}) if isinstance(given, Mapping) else given
         allowed = [one for option in allowed for one in option.below("type", None)]
@@ -112,16 +115,18 @@ def _explain(item: Mapping[str, Any], place: _Place) -> tuple[KeyPath, str, bool
     return path, f"{_shown(given)}must be {describe(allowed)}{nearest}", True
 
 
-def _unknown_key(key: str, models: Sequence[type[BaseModel]]) -> str:
+def _unknown_key(key: str, place: _Place) -> str:
     keys: list[str] = []
     elsewhere: list[str] = []
-    for model in models:
+    for model in place.models:
         for name, field in keys_of(model).items():
             keys.append(name)
             inner = [option.model(None) for option in field_options(field)]
             elsewhere += [f"{name}.{key}" for block in inner if block and key in keys_of(block)]
     nearest = f"; did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(key, keys)
-    return f"unknown key; allowed here: {', '.join(dict.fromkeys(keys)) or 'nothing'}{nearest}"
+    others = "" if nearest else ", ".join(name for block in place.chosen_from for name in block.types_with(key))
+    hint = f"; {key!r} is a key of type: {others}" if others else nearest
+    return f"unknown key; allowed here: {', '.join(dict.fromkeys(keys)) or 'nothing'}{hint}"
 
 
 def _shown(value: Any) -> str:

@@ -74,6 +74,11 @@ class TypedBlock:
         except UserError:
             return None
 
+    def types_with(self, key: str) -> list[str]:
+        """The registered types whose blocks have the key."""
+        classes = {name: self.class_of({"type": name}) for name in self.registry}
+        return [name for name, found in classes.items() if found is not None and key in keys_of(found)]
+
     def type_of(self, block: Settings) -> str:
         """The `type` under which a validated block is found again."""
         own = f"{type(block).__module__}:{type(block).__qualname__}"
@@ -97,10 +102,11 @@ class TypedBlock:
         name = values.get("type", self.default)
         try:
             if not isinstance(name, str):
-                raise UserError(f"required: one of {', '.join(self.registry)}, or your own 'module:Class'")
+                wanted = "must be" if "type" in values else "required:"
+                raise UserError(f"{wanted} one of {', '.join(self.registry)}, or your own 'module:Class'")
             block = self.import_class(name)
         except UserError as error:
-            raise mistake_at(("type",), str(error), name or {}) from None
+            raise mistake_at(("type",), str(error), values.get("type", {})) from None
         # A class that declares its own `type` gets it, unless it was found by its import path.
         states_type = "type" in block.model_fields and name in self.registry
         rest = {key: value for key, value in values.items() if key != "type"} | ({"type": name} if states_type else {})

@@ -156,8 +156,13 @@ def shown(value: Any) -> str:
     """`value: ` as a message repeats it; blocks are not repeated."""
     if isinstance(value, Mapping):
         return ""
-    text = value if isinstance(value, str) else inline_yaml(value)
+    text = value if isinstance(value, str) and not _reads_as_number(value) else inline_yaml(value)
     return (text if len(text) <= 60 else text[:57] + "...") + ": "
+
+
+def _reads_as_number(word: str) -> bool:
+    rules = _Loader.yaml_implicit_resolvers.get(word[:1], [])
+    return any(tag.endswith((":int", ":float")) and pattern.match(word) for tag, pattern in rules)
 
 
 def _dump(value: Any, **layout: Any) -> str:

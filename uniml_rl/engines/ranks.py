@@ -91,9 +91,14 @@ def _lost(what: str, error: RuntimeError, place: str) -> LostRankError:
 
 
 def as_lost_rank(error: BaseException) -> BaseException:
-    """A LostRankError in place of what came out of an exchange that a library makes inside of a model's pass."""
+    """A LostRankError in place of what came out of an exchange that a library makes inside of a model's pass.
+
+    It fails where it is made, in torch.distributed, or where a library waits for one that it began before.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
-    comes_from_exchange = any(frame.f_code.co_filename.startswith(_EXCHANGES) for frame in frames[:4])
+    comes_from_exchange = any(
+        frame.f_code.co_filename.startswith(_EXCHANGES) or frame.f_code.co_name == "wait" for frame in frames[:4]
+    )
     if not (isinstance(error, RuntimeError) and comes_from_exchange and dist.is_initialized()):
         return error
     return _lost("running a model", error, _place(frames))

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from modalities.shards import local_part
+from modalities.shards import is_divided, local_part
 from modalities.weights import LazyTensors
 from uniml_rl.engines.groups import writing_group
 from uniml_rl.engines.ranks import exchanging
@@ -39,26 +39,39 @@ def shard_prefix(rank: int) -> str:
 def store(tensors: Mapping[str, Tensor], folder: Path, beside: bool = False) -> Callable[[], None]:
     """Writes the tensors; every rank calls it with the same names and the parts that it holds.
 
-    A tensor that every rank holds whole is written by one of them. With `beside`, a copy is written by a thread. What
+    Tensors that every rank holds whole are dealt out, each to one. With `beside`, a copy is written by a thread. What
     it returns waits for that, and raises OSError on every rank if one could not write.
     """
     if not tensors:
         return lambda: None
-    state = dict(_apart(tensors))
+    state = dict(_apart(_own_share(tensors)))
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be in one process
-        if beside:
-            begun = dcp.async_save(
-                state,
-                storage_writer=writer,
-                process_group=writing_group() if _together() else None,
-                no_dist=not _together(),
-            )
-            written = begun if isinstance(begun, Future) else begun.upload_completion
-            return partial(_waited, written.result)
-        _waited(lambda: dcp.save(state, storage_writer=writer, no_dist=not _together()))
+    # As it should be in one process. Without an end, since the thread may say it at any time.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    if beside:
+        begun = dcp.async_save(
+            state,
+            storage_writer=writer,
+            process_group=writing_group() if _together() else None,
+            no_dist=not _together(),
+        )
+        written = begun if isinstance(begun, Future) else begun.upload_completion
+        return partial(_waited, written.result)
+    _waited(lambda: dcp.save(state, storage_writer=writer, no_dist=not _together()))
     return lambda: None
+
+
+def _own_share(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of the tensors that all ranks hold whole those that this one writes, the largest first to whoever has least."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if _together() else (0, 1)
+    own, dealt = dict[str, Tensor](), [0] * ranks
+    for key, value in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
+        writer = rank if is_divided(value) else dealt.index(min(dealt))
+        if not is_divided(value):
+            dealt[writer] += value.nbytes
+        if writer == rank:
+            own[key] = value
+    return own
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
