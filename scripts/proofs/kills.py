@@ -130,6 +130,8 @@ def deliver(job: Job, number: signal.Signals, chance: random.Random) -> Killed:
     if not ended:
         raise SystemExit(f"after {LIMIT:.0f} s not all ranks had ended:\n{said[-3000:]}")
     where = re.findall(rf"^  rank {rank}: (.*?) for \d+ s", said, re.MULTILINE)
+    if re.search(r"^\[rank\d+\]: Traceback", said, re.MULTILINE):
+        raise SystemExit(f"{job.log}: a rank ended with a traceback where one message says why")
     reasons = re.findall(r"^(?:Error|Stopped).*", said, re.MULTILINE)
     return Killed(rank, where[-1] if where else "", seconds, reasons[-1] if reasons else "")
 

@@ -339,7 +339,7 @@ WRONG_OVERRIDES = {
     "stages.first.check=of": ["stages.first.check: of: must be one of 'error', 'warn', 'off'; did you mean 'off'?"],
     "stages.first.check=OFF": ["stages.first.check: OFF: must be one of", "did you mean 'off'?"],
     "stages.first.check='1'": ["stages.first.check: '1': must be one of 'error', 'warn', 'off'"],
-    "speaker.words=hush": ["speaker.words: unknown key; allowed here: volume, repeats", "'words' is a key of type: quiet"],
+    "speaker.words=hush": ["unknown key; allowed here: volume, repeats; 'words' is a key of type: quiet"],
     "speaker.type=null": ["speaker.type: null: must be one of loud, quiet"],
     "stages.first.size=1": ["stages.first.size: 1: must be a whole number >= 2 and <= 64"],
     "stages.first.size=2.5": ["2.5: must be a whole number"],
