@@ -27,10 +27,15 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {storage.data_ptr() for storage in storages_of((args, kwargs))}
-        made = [storage for storage in storages_of(result) if storage.nbytes() and storage.data_ptr() not in given]
+        new = [storage for storage in storages_of(self.made_by(result)) if storage.data_ptr() not in given]
+        made = [storage for storage in new if storage.nbytes()]
         self._taken += [(StorageWeakRef(storage), storage.nbytes()) for storage in made]
         self._taken = [(storage, size) for storage, size in self._taken if not storage.expired()]
         self.bytes = max(self.bytes, sum(size for _, size in self._taken))
+        return result
+
+    def made_by(self, result: Any) -> Any:
+        """What counts of an operation's result."""
         return result
 
 

@@ -19,13 +19,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from toy_runs import load_run, prompts, stage
 
+from modalities.base import Cut, Request
+from modalities.randomness import SampleKey
+from modalities.samples import Prompt
 from modalities.summary import sizes_of
 from modalities.text import TextPolicyConfig
 from uniml_rl.build import StageConfig, build_objective
 from uniml_rl.config import load_yaml
 from uniml_rl.engines.base import Engine
+from uniml_rl.engines.optimizers import OptimizerSettings
 from uniml_rl.engines.ranks import ending_together, launched
 from uniml_rl.engines.sharded import ShardedEngine
 from uniml_rl.engines.torch_engine import TorchEngineConfig
@@ -109,6 +114,37 @@ def measure(folder: Path, engine: Engine) -> dict[str, Any]:
     return found
 
 
+def kept_casts(folder: Path) -> dict[str, int]:
+    """Most bytes of weights in half precision that a rollout on sharded weights and a forward pass hold at once."""
+    engine = TorchEngineConfig(device="cpu", shard="fsdp", rollout_weights="sharded", precision="bf16").build()
+    block = TextPolicyConfig.model_validate({"model": str(folder.parent / "model"), "sampling": {"max_new_tokens": 6}})
+    policy = block.build("policy", "cpu", 0)
+    modules = policy.trainable_modules()
+    layers = [part for module in modules.values() for part in module.modules() if isinstance(part, nn.Linear)]
+    shapes = [layer.weight.shape for layer in layers]
+    engine.attach({"policy": (modules, OptimizerSettings())})
+    requests = [Request(Prompt("a", 0), 0, SampleKey(0, 0, 0, 0, 0))]
+    with engine.autocast(), engine.sampling(modules.values()), Casts(shapes) as rollout:
+        trajectory = policy.rollout(requests)
+    cut = Cut(0, torch.arange(1), slice(0, trajectory.segments[0].num_steps))
+    with engine.autocast(), Casts(shapes) as forward:
+        loss = policy.replay(trajectory, cut, frozenset({"log_prob"})).of("log_prob").sum()
+    engine.backward(loss)
+    return {"all": 2 * sum(shape.numel() for shape in shapes), "rollout": rollout.bytes, "forward": forward.bytes}
+
+
+class Casts(Peak):
+    """Counts tensors in bfloat16 that are shaped as weights."""
+
+    def __init__(self, shapes: list[torch.Size]) -> None:
+        super().__init__()
+        self.shapes = shapes
+
+    def made_by(self, result: Any) -> list[Tensor]:
+        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        return [each for each in tensors if each.dtype == torch.bfloat16 and each.shape in self.shapes]
+
+
 def _unlogged() -> Any:
     from uniml_rl.monitor.metrics import Metrics
 
@@ -127,6 +163,7 @@ def main(folder: Path, *only: str) -> None:
         }
         engines[TENSOR] = TorchEngineConfig(device="cpu", shard="ddp", tensor_parallel=2)
         results = {} if only else {name: measure(own, engine.build()) for name, engine in engines.items()}
+        results |= {} if only else {"casts": kept_casts(own)}
         loaded = load_yaml(folder / RUN)
         for name in only or (*RUNS, FROM_ONE, TENSOR):
             engine = engines.get(name, engines["fsdp"])

@@ -29,8 +29,9 @@ Then the largest of four that take turns:
   it is a copy of the weights that steps.
 
 Left out: activations of rewards, text encoders and decoders, the objective's further forward passes, trajectories (on
-the CPU), buffers for communication, the libraries themselves, and what the allocator leaves unused. Prompts count with
-the longest that was seen.
+the CPU), buffers for communication, a divided layer's gradient before it is scattered, autocast's casts (2 bytes per
+float32 weight that is whole or gathered for a rollout; of divided ones a layer's), the libraries themselves, and what
+the allocator leaves unused. Prompts count with the longest that was seen.
 """
 
 from __future__ import annotations

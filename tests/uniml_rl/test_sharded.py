@@ -130,6 +130,13 @@ def test_a_gathered_rollout_gathers_each_parameter_once_and_nothing_in_its_passe
     assert results["fsdp-sharded"]["gathers inside"] > 10
 
 
+def test_in_half_precision_no_casts_of_divided_weights_pile_up(results: dict[str, Any]) -> None:
+    """Autocast's cache and its backward passes would keep one of every weight, whole on each rank."""
+    found = results["casts"]
+    assert 0 < found["rollout"] <= 0.5 * found["all"]
+    assert 0 < found["forward"] <= 0.5 * found["all"]
+
+
 @pytest.mark.parametrize("run", [*RUNS, FROM_ONE, "from-two", FROM_TWO_TO_FOUR, TENSOR, "from-tensor"])
 def test_runs_of_one_two_and_four_ranks_and_those_that_change_in_the_middle_end_alike(run: str, folder: Path) -> None:
     start, alone = weights_in(folder / "model"), exported(folder, "alone")

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from modalities.errors import UserError
 from modalities.shards import compute_rows_alone, is_divided, rows_of
 from uniml_rl.engines.base import PRECISIONS, Splits, StepReport
+from uniml_rl.engines.casts import casts_kept
 from uniml_rl.engines.deepspeed_start import require_deepspeed
 from uniml_rl.engines.distributed import DistributedEngine, digest_of
 from uniml_rl.engines.groups import end, join
@@ -189,7 +190,7 @@ class DeepSpeedEngine(DistributedEngine):
                 for part in parts:
                     stack.enter_context(part.sampling(self.gathered_rollouts))
             if self.gathered_rollouts:
-                stack.enter_context(_casts_kept())
+                stack.enter_context(casts_kept())
             else:
                 units = [part.units for part in parts]
                 gather = {unit: part.gather for part in parts for unit in part.units}
@@ -291,15 +292,3 @@ class DeepSpeedEngine(DistributedEngine):
                 put_moments(part, [kept.get(index, {}) for index in range(first, first + count)])
                 first += count
         super().load_state_dict({**state, "optimizers": {}})
-
-
-@contextmanager
-def _casts_kept() -> Iterator[None]:
-    """Autocast casts whole weights once, and not for every token."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-        torch.clear_autocast_cache()

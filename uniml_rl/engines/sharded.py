@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from modalities.opening import put_undivided
 from modalities.shards import blocks_of, compute_rows_alone, give_back, is_divided
-from uniml_rl.engines.base import StepReport
+from uniml_rl.engines.base import PRECISIONS, StepReport
+from uniml_rl.engines.casts import casts_kept, saving_no_casts
 from uniml_rl.engines.distributed import DistributedEngine
 from uniml_rl.engines.lockstep import Lockstep
 from uniml_rl.engines.ranks import exchanging
@@ -54,6 +55,16 @@ class ShardedEngine(DistributedEngine):
             shard(module, self.mesh)
             put_undivided(module, self.device)
 
+    def autocast(self) -> AbstractContextManager[Any]:
+        dtype = PRECISIONS[self.precision]
+        return nullcontext() if dtype == torch.float32 else self._casting(dtype)
+
+    @contextmanager
+    def _casting(self, dtype: torch.dtype) -> Iterator[None]:
+        # Autocast's cache would keep a cast copy of every divided weight that a pass has gathered.
+        with torch.autocast(self.device.type, dtype=dtype, cache_enabled=False), saving_no_casts():
+            yield
+
     @contextmanager
     def sampling(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         roots: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
@@ -85,7 +96,8 @@ class ShardedEngine(DistributedEngine):
                 unit.set_reshard_after_forward(False, recurse=False)
                 unit.unshard()
         try:
-            yield
+            with casts_kept():
+                yield
         finally:
             for root in roots:
                 for unit in units_of(root):
@@ -93,7 +105,8 @@ class ShardedEngine(DistributedEngine):
                     unit.reshard()
 
     def backward(self, loss: Tensor) -> None:
-        with exchanging("summing gradients"):
+        # Checkpointed layers compute their forward pass again there, and must save what they saved before.
+        with exchanging("summing gradients"), saving_no_casts():
             super().backward(loss)
 
     def step(self, iteration: int) -> StepReport:
