@@ -22,16 +22,18 @@ Then the largest of four that take turns:
 * opening: what is divided is made in the machine's memory and comes here layer by layer, so the largest layers; with
   tensor parallelism whole along P before it is divided further, so the other ranks' parts.
 * rollout: the cache (keys and values of the rows that a rollout or an evaluation computes at once, at their longest, in
-  v), and with gathered weights the other ranks' parts; with sharded ones the largest layers.
+  v; keys in float32 under autocast over float32 weights, where a rotary embedding makes them so), and with gathered
+  weights the other ranks' parts; with sharded ones the largest layers. Under autocast the casts of weights that are
+  whole: 2 bytes per float32 weight.
 * update: activations (`micro_batch` rows x tokens x what `modalities.summary` says a forward pass keeps per token, in
-  v, and three float32 copies of the logits that exist at once), and the largest layers where P > 1.
+  v, and three float32 copies of the logits that exist at once), and the largest layers where P > 1, else the casts.
 * step: 8 n / P for the moment of an optimizer step, whose size is measured against a copy of the weights; 8 n / O where
   it is a copy of the weights that steps.
 
 Left out: activations of rewards, text encoders and decoders, the objective's further forward passes, trajectories (on
-the CPU), buffers for communication, a divided layer's gradient before it is scattered, autocast's casts (2 bytes per
-float32 weight that is whole or gathered for a rollout; of divided ones a layer's), the libraries themselves, and what
-the allocator leaves unused. Prompts count with the longest that was seen.
+the CPU), buffers for communication, a divided layer's gradient before it is scattered and its casts, the libraries
+themselves, and what the allocator leaves unused. Prompts count with the longest that was seen. A cache of sliding
+windows counts as if it had none.
 """
 
 from __future__ import annotations
@@ -92,6 +94,7 @@ class Alone:
     activations: float
     largest_unit: float
     planned: float = 0.0  # share of the parameters that a plan for tensor parallelism divides
+    casts: float = 0.0  # what autocast makes of the weights of `stage_weights`
 
 
 def divided(alone: Alone, splits: Splits, gathered: bool) -> dict[str, float]:
@@ -105,6 +108,7 @@ def divided(alone: Alone, splits: Splits, gathered: bool) -> dict[str, float]:
     unit = held * alone.largest_unit if elsewhere else 0.0
     parameters, gradients, moments = held * parameters, held * gradients, held * moments
     copied = 1 if splits.steps_a_copy else 0
+    casts = held * alone.casts
     critic_weights, critic_gradients, critic_moments = alone.critic
     critic = critic_weights * parameters + critic_gradients * (gradients + copied * moments) + critic_moments * moments
     return {
@@ -116,8 +120,9 @@ def divided(alone: Alone, splits: Splits, gathered: bool) -> dict[str, float]:
         "critic": critic,
         "rewards": alone.rewards,
         "opening": max(arrives, alone.stage_weights * elsewhere if splits.tensor > 1 else 0.0),
-        "rollout": alone.cache / splits.tensor + (alone.stage_weights * elsewhere if gathered else unit),
-        "update": alone.activations + unit,
+        "rollout": alone.cache / splits.tensor
+        + (alone.stage_weights * elsewhere + casts if gathered or not elsewhere else unit),
+        "update": alone.activations + (unit or casts),
         "step": 2 * alone.gradients * (moments if copied else parameters),
     }
 
@@ -129,7 +134,10 @@ def _alone(config: RunConfig, index: int, known: Known) -> Alone:
     sizes = sum(own, WeightSizes())
     trainable, weights = FLOAT32 * sizes.trainable, sum(each.module_bytes for each in own)
     critic = stage.critic if stage.critic is not None and stage.critic.source == "model" else None
-    values = 2 if getattr(config.engine, "precision", "fp32") != "fp32" else sizes.bytes_per_frozen
+    autocast = getattr(config.engine, "precision", "fp32") != "fp32"
+    values = 2 if autocast else sizes.bytes_per_frozen
+    float32 = sizes.trainable + (sizes.frozen if sizes.bytes_per_frozen == FLOAT32 else 0)
+    keys = FLOAT32 if autocast and float32 == sizes.trainable + sizes.frozen else values
     activations = max((_activations(row, stage, longest) for row in summary.rows), default=0)
     return Alone(
         weights=sum(each.module_bytes for each in loaded),
@@ -142,10 +150,11 @@ def _alone(config: RunConfig, index: int, known: Known) -> Alone:
         if critic is None
         else (weights, trainable, critic.optimizer.state_bytes(sizes.trainable, sizes.factored)),
         rewards=known.reward_bytes[index],
-        cache=values * max((_cache(row, stage, longest) for row in summary.rows), default=0),
+        cache=(keys + values) / 2 * max((_cache(row, stage, longest) for row in summary.rows), default=0),
         activations=values * activations + 3 * FLOAT32 * max((row.logits for row in summary.rows), default=0),
         largest_unit=sizes.largest_unit,
         planned=sizes.planned / (sizes.trainable + sizes.frozen),
+        casts=2 * float32 if autocast else 0,
     )
 
 

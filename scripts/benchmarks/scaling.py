@@ -29,6 +29,10 @@ PROMPTS, GROUP, TOKENS, MICRO_BATCH, WARM_UP = 8, 8, 32, 8, 1
 SIZE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 6}
 
 
+NO_EXCHANGES = ("::wait_tensor", "::_wrap_tensor_autograd")
+"""What stands beside a functional collective and has its tensor, too."""
+
+
 class Sent(TorchDispatchMode):
     """Bytes that this rank brings to collectives, each counted once however the backend routes it."""
 
@@ -37,7 +41,7 @@ class Sent(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional") and not func.name().endswith(NO_EXCHANGES):
             takes_output = func.name().startswith(("c10d::_allgather_base", "c10d::_reduce_scatter"))
             brought = args[1] if takes_output else args[0] if args else None
             tensors = brought if isinstance(brought, list) else [brought]

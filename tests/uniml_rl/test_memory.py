@@ -151,6 +151,16 @@ def test_what_lies_in_the_machines_memory_takes_none_of_the_device() -> None:
     assert away["rollout"] == 3 + 60 and away["update"] == 2 + 9
 
 
+def test_casts_of_weights_that_are_whole_are_held_and_of_gathered_ones_in_rollouts_alone() -> None:
+    alone = Alone(100, 60, 7, 20, 40, 10, (50, 10, 30), 5, 3, 2, 9, casts=30)
+    whole = divided(alone, Splits(1, 2, 2), gathered=True)
+    assert (whole["rollout"], whole["update"]) == (3 + 30, 2 + 30)
+    gathered = divided(alone, Splits(2, 2, 2), gathered=True)
+    assert (gathered["rollout"], gathered["update"]) == (3 + 60 / 2 + 30, 2 + 9)
+    sharded = divided(alone, Splits(2, 2, 2), gathered=False)
+    assert (sharded["rollout"], sharded["update"]) == (3 + 9, 2 + 9)
+
+
 def test_an_optimizer_that_steps_a_copy_of_the_weights_holds_its_part_of_it() -> None:
     alone = Alone(100, 60, 7, 20, 40, 10, (50, 10, 30), 5, 3, 2, 9)
     zero = divided(alone, Splits(1, 1, 2, steps_a_copy=True), gathered=True)
@@ -237,7 +247,7 @@ def test_an_adapters_reference_is_free_until_it_has_been_trained(tmp_path: Path)
     assert estimate(config, 0, found)["copies"] * GIB == 90 * 4
 
 
-def test_the_cache_is_that_of_the_rows_at_once_and_half_precision_halves_it(tmp_path: Path) -> None:
+def test_the_cache_is_that_of_the_rows_at_once_and_half_precision_keeps_less_but_casts(tmp_path: Path) -> None:
     row = RowMemory(tokens=13, cache=10, rows_at_once=5, activations=3, logits=11)
     whole, half = (
         replace(
@@ -247,12 +257,18 @@ def test_the_cache_is_that_of_the_rows_at_once_and_half_precision_halves_it(tmp_
         for size in (4, 2)
     )
     for rows, many in ((2, {"prompts_per_iteration": 1, "group_size": 2}), (5, {"prompts_per_iteration": 9})):
-        for precision, model, size in (("fp32", half, 2), ("fp32", whole, 4), ("bf16", whole, 2), ("fp16", whole, 2)):
+        for precision, model, key, value, casts in (
+            ("fp32", half, 2, 2, 0),
+            ("fp32", whole, 4, 4, 0),
+            ("bf16", half, 2, 2, 2 * 90),
+            ("bf16", whole, 4, 2, 2 * 120),
+            ("fp16", whole, 4, 2, 2 * 120),
+        ):
             block = stage(tmp_path, micro_batch=4, **many)
             config = load_run(write_run(tmp_path, block, engine={"precision": precision}, policies={"letters": TOY}))
             sizes = of_bytes(estimate(config, 0, known(letters=model)))
-            assert sizes["rollout"] == pytest.approx(rows * (13 + 7) * 10 * size)
-            assert sizes["update"] == pytest.approx(4 * (13 + 7) * 3 * size + 3 * 4 * 11)
+            assert sizes["rollout"] == pytest.approx(rows * (13 + 7) * 10 * (key + value) / 2 + casts)
+            assert sizes["update"] == pytest.approx(4 * (13 + 7) * 3 * value + 3 * 4 * 11 + casts)
     assert describe({"weights": 2.0, "rollout": 0, "step": 0.001}, ("weights", "rollout", "step")) == (
         "weights 2.00 GiB, step 1.0 MiB"
     )
@@ -277,6 +293,11 @@ def test_a_language_models_cache_and_activations_are_near_what_is_kept(tmp_path:
     cache = policy.model.new_cache()
     policy.model(torch.zeros(3, 10, dtype=torch.long), mask=torch.ones(3, 10, dtype=torch.long), cache=cache)
     assert bytes_of([t for layer in cache.layers for t in (layer.keys, layer.values)]) == 3 * 10 * row.cache * 4
+    cache = policy.model.new_cache()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        policy.model(torch.zeros(3, 10, dtype=torch.long), mask=torch.ones(3, 10, dtype=torch.long), cache=cache)
+    kept = bytes_of([t for layer in cache.layers for t in (layer.keys, layer.values)])
+    assert kept == 3 * 10 * row.cache * (4 + 2) / 2
     trajectory = policy.rollout([Request(Prompt("a b", 0), 0, SampleKey(0, 0, 0, 0, n)) for n in range(4)])
     length = trajectory.segments[0].num_steps + 2
     cut = Cut(0, torch.arange(4), slice(0, trajectory.segments[0].num_steps))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-_LINEAR = F.linear
+_LINEAR, _CONVOLUTIONS = F.linear, {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}
 """Torch's own, which a pass replaces."""
 
 
@@ -30,29 +31,59 @@ def casts_kept() -> Iterator[None]:
 
 @contextmanager
 def saving_no_casts() -> Iterator[None]:
-    """Within it linear layers remember parameters for the backward pass, and not what autocast has made of them.
+    """Within it layers remember parameters for the backward pass, and not what autocast has made of them.
 
-    Torch's own keeps the cast weight, and so all weights of a pass in half precision until its backward pass, though
-    what they were cast from is divided again.
+    Torch's own linear layers and convolutions keep the cast weight, and so, in half precision, all weights of a pass
+    until its backward pass, though what they were cast from is divided again.
     """
-    before, F.linear = F.linear, _linear
+    replaced = {"linear": _linear} | {name: partial(_convolution, own) for name, own in _CONVOLUTIONS.items()}
+    before = {name: getattr(F, name) for name in replaced}
     try:
+        for name, function in replaced.items():
+            setattr(F, name, function)
         yield
     finally:
-        F.linear = before
+        for name, function in before.items():
+            setattr(F, name, function)
+
+
+def _saves_a_cast(weight: Tensor) -> bool:
+    """Whether autocast casts the weight for a pass that is followed by a backward pass."""
+    is_cast = torch.is_autocast_enabled(weight.device.type) and weight.dtype == torch.float32
+    return is_cast and torch.is_grad_enabled() and not isinstance(weight, DTensor)
+
+
+def _half(input: Tensor) -> Tensor:
+    return input.to(torch.get_autocast_dtype(input.device.type))
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    device = weight.device.type
-    is_cast = torch.is_autocast_enabled(device) and weight.dtype == torch.float32 and input.ndim > 1
-    if not is_cast or not torch.is_grad_enabled() or isinstance(weight, DTensor):
+    if input.ndim < 2 or not _saves_a_cast(weight):
         return _LINEAR(input, weight, bias)
-    apply: Any = _Remembering.apply
-    output: Tensor = apply(input.to(torch.get_autocast_dtype(device)), weight, bias)
+    apply: Any = _RememberingLinear.apply
+    output: Tensor = apply(_half(input), weight, bias)
     return output
 
 
-class _Remembering(torch.autograd.Function):
+def _convolution(
+    own: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    if isinstance(padding, str) or not _saves_a_cast(weight):
+        return own(input, weight, bias, stride, padding, dilation, groups)
+    sizes = [[each] * (weight.ndim - 2) if isinstance(each, int) else [*each] for each in (stride, padding, dilation)]
+    apply: Any = _RememberingConvolution.apply
+    output: Tensor = apply(_half(input), weight, bias, own, (*sizes, groups))
+    return output
+
+
+class _RememberingLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(input, weight)
@@ -69,3 +100,33 @@ class _Remembering(torch.autograd.Function):
             (rows.T @ input.flatten(0, -2)).to(weight.dtype) if of_weight else None,
             rows.sum(0).to(weight.dtype) if of_bias else None,
         )
+
+
+class _RememberingConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, own: Callable[..., Tensor], shape: tuple[Any, ...]
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.shape, ctx.bias_sizes = shape, None if bias is None else bias.shape
+        return own(input, weight, bias, *shape)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (input, weight), (stride, padding, dilation, groups) = ctx.saved_tensors, ctx.shape
+        of_input, of_weight, of_bias = torch.ops.aten.convolution_backward(
+            gradient,
+            input,
+            weight.to(gradient.dtype),
+            ctx.bias_sizes,
+            stride,
+            padding,
+            dilation,
+            False,
+            [0] * len(stride),
+            groups,
+            ctx.needs_input_grad[:3],
+        )
+        of_parameters = (None if each is None else each.to(weight.dtype) for each in (of_weight, of_bias))
+        return (of_input, *of_parameters, None, None)
