@@ -154,7 +154,8 @@ def as_markdown(found: dict[str, dict[str, float]]) -> str:
         f"Made by `python scripts/benchmarks/scaling.py`: Llama of {weights / 4e6:.1f} M parameters, {PROMPTS} "
         f"prompts x {GROUP} samples x {TOKENS} tokens per iteration, float32 on the CPU, one thread per rank, gloo. "
         "Seconds are ratios to the same phase of one process (0.5 would be perfect for two ranks); bytes are what a "
-        "rank brings to collectives in an iteration, as a ratio to the bytes of the weights."
+        "rank brings to collectives in an iteration, as a ratio to the bytes of the weights (of hsdp also to an "
+        "all-reduce that is among one rank here)."
     )
     alone = (
         f"In one process, an iteration's update takes {one['update'] / one['bare']:.2f} times the bare model's forward "
