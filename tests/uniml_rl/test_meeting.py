@@ -13,7 +13,7 @@ from toy_runs import stage, write_run
 from uniml_rl.engines import meeting
 from uniml_rl.engines.deepspeed_engine import DeepSpeedEngineConfig
 from uniml_rl.engines.endings import MISTAKE, EndedByAnotherRankError, LostRankError
-from uniml_rl.engines.ranks import as_lost_rank
+from uniml_rl.engines.ranks import as_lost_rank, exchanging
 from uniml_rl.run import train_from_yaml
 
 
@@ -89,13 +89,6 @@ def test_a_refusal_by_rank_0_alone_ends_the_others_that_wait_for_it_with_its_cod
     assert "Error" not in ended[1][2] and "Traceback" not in ended[1][2]
 
 
-class LibraryHandle:
-    """As DeepSpeed's: of the exchange itself, which is no Python, nothing is among the frames."""
-
-    def wait(self) -> None:
-        raise RuntimeError("Connection closed by peer")
-
-
 def test_what_fails_in_an_exchange_of_a_library_is_a_lost_rank_and_other_errors_are_not() -> None:
     """FSDP gathers weights, and tensor parallelism sums activations, inside of a model's passes."""
     engine = DeepSpeedEngineConfig(device="cpu").build()  # has a process group of its own
@@ -105,11 +98,16 @@ def test_what_fails_in_an_exchange_of_a_library_is_a_lost_rank_and_other_errors_
         found = as_lost_rank(RuntimeError("reset by peer").with_traceback(caught.value.__traceback__))
         assert isinstance(found, LostRankError)
         assert "rank 0 of 1 lost another one while running a model" in str(found) and "reset by peer" in str(found)
-        with pytest.raises(RuntimeError) as waited:
-            LibraryHandle().wait()
-        assert isinstance(as_lost_rank(waited.value), LostRankError)
-        with pytest.raises(RuntimeError) as other:
+        exhausted = torch.OutOfMemoryError("CUDA out of memory").with_traceback(caught.value.__traceback__)
+        assert as_lost_rank(exhausted) is exhausted
+        # As DeepSpeed raises them, which waits for what it has begun: of the exchange nothing is among the frames.
+        gloo = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer")
+        for waited in (gloo, torch.distributed.DistBackendError("NCCL error: remote process exited")):
+            assert isinstance(as_lost_rank(waited), LostRankError)
+        with pytest.raises(RuntimeError, match="size") as other, exchanging("summing gradients"):
             torch.zeros(2) @ torch.zeros(3)
         assert as_lost_rank(other.value) is other.value
+        with pytest.raises(LostRankError, match="while summing gradients"), exchanging("summing gradients"):
+            raise gloo
     finally:
         engine.close()

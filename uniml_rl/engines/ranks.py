@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
+import torch
 import torch.distributed as dist
 
 from modalities.errors import UserError
@@ -39,7 +40,7 @@ _HEARTBEAT = 5.0
 """Seconds after which a rank says again where it is, though nothing has changed."""
 _LEFT, _PHASE = "left", "phase-{}"
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-_EXCHANGES = str(Path(dist.__file__).parent)
+_EXCHANGES, _GLOO = str(Path(dist.__file__).parent), "/gloo/transport/"
 
 
 def launched() -> Launch:
@@ -75,11 +76,26 @@ def gather_on_first(value: Any) -> list[Any]:
 
 @contextmanager
 def exchanging(what: str) -> Iterator[None]:
-    """Turns the failure of an exchange between ranks into a LostRankError."""
+    """Turns the failure of an exchange between ranks into a LostRankError; other errors stay what they are."""
     try:
         yield
-    except RuntimeError as error:  # torch has no narrower class for all of its backends
+    except RuntimeError as error:
+        if not _comes_from_exchange(error):
+            raise
         raise _lost(what, error, _place(_outward(sys._getframe()))) from error
+
+
+def _comes_from_exchange(error: BaseException) -> TypeGuard[RuntimeError]:
+    """Whether an exchange failed, for which torch has no class that all of its backends raise.
+
+    It comes out of torch.distributed, or says that a backend failed: where a library waits for an exchange that it
+    began before, there is no frame but the library's own.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError) or not dist.is_initialized():
+        return False
+    innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-4:]
+    comes_out_of_it = any(frame.f_code.co_filename.startswith(_EXCHANGES) for frame in innermost)
+    return comes_out_of_it or isinstance(error, dist.DistError) or _GLOO in str(error)
 
 
 def _lost(what: str, error: RuntimeError, place: str) -> LostRankError:
@@ -91,16 +107,10 @@ def _lost(what: str, error: RuntimeError, place: str) -> LostRankError:
 
 
 def as_lost_rank(error: BaseException) -> BaseException:
-    """A LostRankError in place of what came out of an exchange that a library makes inside of a model's pass.
-
-    It fails where it is made, in torch.distributed, or where a library waits for one that it began before.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
-    comes_from_exchange = any(
-        frame.f_code.co_filename.startswith(_EXCHANGES) or frame.f_code.co_name == "wait" for frame in frames[:4]
-    )
-    if not (isinstance(error, RuntimeError) and comes_from_exchange and dist.is_initialized()):
+    """A LostRankError in place of what came out of an exchange that a library makes inside of a model's pass."""
+    if not _comes_from_exchange(error):
         return error
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
     return _lost("running a model", error, _place(frames))
 
 
