@@ -64,8 +64,10 @@ class AuxiliaryLoss:
         for each in own_passes:
             with engine.autocast():
                 loss = self.objective.loss(policy, minibatch, each.cut, key.iteration, own)
-            engine.backward(self.settings.weight * each.counts * loss)
+            weighted = self.settings.weight * each.counts * loss
+            engine.backward(weighted)
             metrics.sum("loss/auxiliary", each.counts * loss.detach())
+            metrics.sum("loss/total", weighted.detach())
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the records."""

@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+ONE_PROCESS = "one process"
 PHASES = ("rollout", "replay", "update", "iteration")
 PROMPTS, GROUP, TOKENS, MICRO_BATCH, WARM_UP = 8, 8, 32, 8, 1
 SIZE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 6}
@@ -68,8 +70,8 @@ def _model() -> Any:
     return LlamaForCausalLM(LlamaConfig(**tokens, **SIZE))
 
 
-def run(mode: str, folder: Path, iterations: int) -> dict[str, float]:
-    """Mean seconds of each phase, and bytes brought in one iteration."""
+def make_trainer(mode: str, folder: Path) -> Any:
+    """A trainer of the model in that mode, which is at its first iteration."""
     from rank_work import MODES, Scores
     from toy_runs import prompts, stage
 
@@ -78,7 +80,7 @@ def run(mode: str, folder: Path, iterations: int) -> dict[str, float]:
     from uniml_rl.engines.torch_engine import TorchEngine
     from uniml_rl.trainer import Trainer
 
-    engine = TorchEngine("cpu") if mode == "one process" else MODES[mode].build()
+    engine = TorchEngine("cpu") if mode == ONE_PROCESS else MODES[mode].build()
     block = {"model": str(folder / "model"), "sampling": {"max_new_tokens": TOKENS, "eos_token_ids": [511]}}
     policy = TextPolicyConfig.model_validate(block).build("policy", "cpu", 0)
     keys = {"prompts_per_iteration": PROMPTS, "group_size": GROUP, "micro_batch": MICRO_BATCH}
@@ -91,14 +93,19 @@ def run(mode: str, folder: Path, iterations: int) -> dict[str, float]:
     objective = build_objective(config.algorithm, None, None)
     engine.attach({"policy": (policy.trainable_modules(), config.optimizer)})
     objective.start(policy)
-    trainer = Trainer(policy, config.prompts.build(0), Scores(), objective, engine, config, 0, 0)
+    return Trainer(policy, config.prompts.build(0), Scores(), objective, engine, config, 0, 0)
+
+
+def run(mode: str, folder: Path, iterations: int) -> dict[str, float]:
+    """Mean seconds of each phase, and bytes brought in one iteration."""
+    trainer = make_trainer(mode, folder)
     timed = range(WARM_UP, WARM_UP + iterations)
     metrics = [trainer.iterate(iteration).metrics for iteration in range(timed.stop)]
     found = {phase: sum(metrics[each][f"time/{phase}"] for each in timed) / iterations for phase in PHASES}
     with Sent() as sent:  # by itself, since it slows every operation
         trainer.iterate(timed.stop)
     found["bytes"] = float(sent.bytes)
-    if mode == "one process":
+    if mode == ONE_PROCESS:
         found["bare"] = bare(folder)
     return found
 
@@ -120,26 +127,25 @@ def bare(folder: Path) -> float:
     return sum(once() for _ in range(3)) / 3
 
 
-def work(folder: Path, modes: list[str], iterations: int) -> None:
-    """What each of the ranks does; rank 0 writes what it found."""
+def work(folder: Path, modes: Sequence[str], look: Callable[[str], dict[str, float]]) -> None:
+    """What each of the ranks does; rank 0 writes what it found in each mode."""
     from uniml_rl.engines.ranks import ending_together, launched
 
     torch.set_num_threads(1)
     launch = launched()
     with ending_together(launch):
-        found = {mode: run(mode, folder, iterations) for mode in modes}
+        found = {mode: look(mode) for mode in modes}
     if launch.rank == 0:
         (folder / f"found-{launch.world_size}.json").write_text(json.dumps(found))
 
 
-def measure(folder: Path, modes: list[str], iterations: int) -> dict[str, dict[str, float]]:
-    """One process, then two ranks in every mode."""
+def measure(script: str, folder: Path, modes: Sequence[str], arguments: Sequence[str]) -> dict[str, dict[str, float]]:
+    """What a script's workers find in one process, then on two ranks in every mode."""
     from pairs import ends, start_ranks
 
     found: dict[str, dict[str, float]] = {}
-    for ranks, names in ((1, ["one process"]), (2, modes)):
-        command = [__file__, "--worker", str(folder), "--iterations", str(iterations), "--modes", *names]
-        ended = ends(start_ranks(ranks, command))
+    for ranks, names in ((1, [ONE_PROCESS]), (2, modes)):
+        ended = ends(start_ranks(ranks, [script, "--worker", str(folder), *arguments, "--modes", *names]))
         if any(code for code, _, _ in ended):
             sys.exit(ended[0][2][-3000:])
         found |= json.loads((folder / f"found-{ranks}.json").read_text())
@@ -147,7 +153,7 @@ def measure(folder: Path, modes: list[str], iterations: int) -> dict[str, dict[s
 
 
 def as_markdown(found: dict[str, dict[str, float]]) -> str:
-    one = found["one process"]
+    one = found[ONE_PROCESS]
     with torch.device("meta"):
         weights = sum(parameter.nbytes for parameter in _model().parameters())
     about = (
@@ -186,13 +192,14 @@ def main() -> None:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
-        work(arguments.worker, arguments.modes, arguments.iterations)
+        work(arguments.worker, arguments.modes, lambda mode: run(mode, arguments.worker, arguments.iterations))
         return
     from rank_work import MODES
 
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        text = as_markdown(measure(Path(folder), arguments.modes or list(MODES), arguments.iterations))
+        iterations = ["--iterations", str(arguments.iterations)]
+        text = as_markdown(measure(__file__, Path(folder), arguments.modes or list(MODES), iterations))
     print(text)
     if arguments.out is not None:
         arguments.out.write_text(text, encoding="utf-8")

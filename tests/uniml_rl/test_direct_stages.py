@@ -275,12 +275,14 @@ def test_a_reward_model_is_trained_by_nothing_else(
 def test_an_auxiliary_loss_trains_a_denoising_model_too(tmp_path: Path, images: dict[str, Any]) -> None:
     """Beside a reward that says nothing, the likelihood of the given pictures rises."""
     online = {"prompts": images["prompts"], "group_size": 2, "rewards": RED | {"red": RED["red"] | {"weight": 1e-6}}}
-    auxiliary = {"records": images["demonstrations"], "records_per_step": 4, "weight": 1.0}
+    auxiliary = {"records": images["demonstrations"], "records_per_step": 4, "weight": 2.0}
     keys = {"prompts_per_iteration": 2, "until": {"iterations": 8}, "optimizer": {"learning_rate": 3e-3}}
     path = write(tmp_path, images["policies"], stage("only", "draft", auxiliary=auxiliary, **keys, **online))
     train_from_yaml(path, folder=tmp_path / "run")
-    losses = [row["loss/auxiliary"] for row in metrics(tmp_path / "run", "only")]
+    rows = metrics(tmp_path / "run", "only")
+    losses = [row["loss/auxiliary"] for row in rows]
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+    assert [row["loss/total"] for row in rows] == pytest.approx([2 * loss for loss in losses], rel=1e-3)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

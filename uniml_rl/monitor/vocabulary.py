@@ -51,12 +51,17 @@ METRICS: dict[str, Metric] = {
         "samples", "sum", "Samples without a score: an exception, a time-out or a non-finite value. They are masked."
     ),
     "reward/overlong_penalty": Metric(
-        "reward", "mean", "What `algorithm.overlong` takes from the reward, over valid samples; not in `reward/mean`."
+        "reward",
+        "mean",
+        "What `algorithm.overlong` takes from the reward, over the valid samples that train (`dynamic_sampling` leaves "
+        "groups out); not in `reward/mean`.",
     ),
     "group/without_signal_share": Metric(
         "share",
         "mean",
-        "Of the groups with a valid sample, those whose advantages are all 0: equal rewards, or one valid sample.",
+        "Of the groups with a valid sample that train (`dynamic_sampling` leaves groups out), those that teach nothing "
+        "by themselves: equal rewards, or one valid sample. Before `whiten`; with `normalisation: per_reward` the mean "
+        "over the rewards.",
     ),
     "resampling/rounds": Metric(
         "rounds", "sum per rank", "Further rollouts of the iteration, in place of groups without signal."
@@ -125,7 +130,9 @@ METRICS: dict[str, Metric] = {
     "rollout/mismatch": Metric(
         "nats per decision",
         "mean",
-        "|log p_old − log p_rollout| over trained decisions: training's own numerics against the sampler's.",
+        "|log p_old − log p_rollout| over trained decisions: training's own numerics against the sampler's. 0 where "
+        "training takes the sampler's for old: in float32 under `replay_check: error`, which compares them once, and "
+        "without `mismatch`.",
     ),
     "rollout/near_ties": Metric(
         "draws",
